@@ -1,0 +1,41 @@
+# make demo | make test: each creates .venv when needed; nothing else to install.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format clean
+
+help: ## show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## create .venv and install natgrad with its extras into it
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "natgrad needs Python >= 3.11, not " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,dev]'
+	@touch $@
+
+demo: $(STAMP) ## train on digits with SGD, KFAC and SPNGD, one process and two
+	$(BIN)/natgrad demo
+
+check: $(STAMP) ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+test: check ## check, then every test
+	$(BIN)/python -m pytest
+
+format: $(STAMP) ## apply the formatter and the safe lint fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv, caches and build products (runs/ stays)
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The command `natgrad`: models, data, recipes, training and reports."""
