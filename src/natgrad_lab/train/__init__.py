@@ -1,0 +1,1 @@
+"""Training: configuration, the loop, run folders and checkpoints."""

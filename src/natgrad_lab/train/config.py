@@ -1,0 +1,292 @@
+"""Everything a run can be told, as frozen dataclasses that check themselves.
+
+Epochs are real numbers everywhere: ``epoch = step * batch / examples``.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+OptimizerName = Literal["sgd", "adamw", "spngd", "muon", "soap", "shampoo"]
+ScheduleKind = Literal["constant", "steps", "polynomial", "cosine"]
+RefreshKind = Literal["every", "adaptive", "staircase", "late"]
+
+
+def require(ok: bool, name: str, value: Any, legal: str) -> None:
+    """Raise a ValueError that names the value and what is legal."""
+    if not ok:
+        raise ValueError(f"Invalid {name}={value!r}. Must be {legal}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The network: a name known to `natgrad_lab.models.build`."""
+
+    name: str = "resnet8"
+    """Model name, for example resnet20, resnet50, mlp, vit, gpt."""
+    width: int | None = None
+    """Channels of the first stage or size of a hidden layer. None: the model's own."""
+    channels_last: bool | None = None
+    """Memory layout of images. None: channels_last on GPUs, where it is faster."""
+
+    def __post_init__(self) -> None:
+        width = self.width
+        require(width is None or width >= 1, "model.width", width, ">= 1 or none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The data set and how a training batch is varied."""
+
+    name: str = "digits"
+    """Data set name: digits, cifar10, fashion_mnist, imagenet, text."""
+    root: Path = Path("data")
+    """Folder with the data sets (digits needs none)."""
+    augment: bool = True
+    """Random crops and flips, where the data set has them."""
+    mixup: float = 0.0
+    """alpha of running mixup (000 eq. 9-12); 0 turns it off."""
+    erasing: float = 0.0
+    """Probability that a zero rectangle is put on an image (000 section 4.1)."""
+    label_smoothing: float = 0.0
+    """Share of the label spread evenly over all classes."""
+
+    def __post_init__(self) -> None:
+        require(self.mixup >= 0, "data.mixup", self.mixup, ">= 0")
+        require(0 <= self.erasing <= 1, "data.erasing", self.erasing, "in [0, 1]")
+        smoothing = self.label_smoothing
+        require(0 <= smoothing < 1, "data.label_smoothing", smoothing, "in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The update rule."""
+
+    name: OptimizerName = "sgd"
+    """sgd, adamw, spngd; for comparison muon, soap, shampoo."""
+    kfac: bool = False
+    """Precondition the gradients with K-FAC first (sgd and adamw)."""
+    lr: float = 0.1
+    """Learning rate at the start, after warmup."""
+    momentum: float = 0.9
+    """Momentum; beta1 for adamw and soap."""
+    beta2: float = 0.999
+    """Decay of second moments (adamw, soap)."""
+    nesterov: bool = False
+    """Nesterov momentum (sgd, and the sgd part of muon)."""
+    weight_decay: float = 0.0
+    """Weight decay, as the optimizer defines it."""
+    rest_lr: float | None = None
+    """muon: learning rate of the parameters that are no matrix. None: lr."""
+    interval: int = 10
+    """soap, shampoo: steps between two renewals of the preconditioner."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "optimizer.lr", self.lr, "> 0")
+        momentum = self.momentum
+        require(0 <= momentum < 1, "optimizer.momentum", momentum, "in [0, 1)")
+        require(0 <= self.beta2 < 1, "optimizer.beta2", self.beta2, "in [0, 1)")
+        decay = self.weight_decay
+        require(decay >= 0, "optimizer.weight_decay", decay, ">= 0")
+        rest = self.rest_lr
+        require(rest is None or rest > 0, "optimizer.rest_lr", rest, "> 0 or none")
+        require(self.interval >= 1, "optimizer.interval", self.interval, ">= 1")
+        legal = "off unless optimizer.name is sgd or adamw"
+        ok = not self.kfac or self.name in ("sgd", "adamw")
+        require(ok, "optimizer.kfac", self.kfac, legal)
+
+    @property
+    def label(self) -> str:
+        """For tables and figures: sgd, kfac+sgd, spngd..."""
+        return f"kfac+{self.name}" if self.kfac else self.name
+
+    @property
+    def curved(self) -> bool:
+        """Whether statistics are estimated (the curvature settings matter)."""
+        return self.kfac or self.name == "spngd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvatureConfig:
+    """How the Fisher is estimated, damped and applied (kfac and spngd)."""
+
+    damping: float = 1e-3
+    """lambda; the value reached after the warmup when there is one."""
+    damping_start: float | None = None
+    """First value of a damping warmup (000 eq. 13-14). None: no warmup."""
+    damping_warmup: int = 0
+    """Steps of the damping warmup."""
+    damping_decay_epochs: tuple[float, ...] = ()
+    """Epochs at which the damping is multiplied by damping_decay."""
+    damping_decay: float = 0.5
+    """What the damping is multiplied by at each of those epochs."""
+    damping_style: Literal["eigen", "factored"] = "eigen"
+    """eigen: exact (003 eq. 13-15). factored: pi-split and Cholesky (001 eq. 12)."""
+    decay: float = 0.95
+    """Weight of the old value in the running averages of the statistics."""
+    kl_clip: float | None = 1e-3
+    """KL clip kappa (003 eq. 18), kfac only. None: off."""
+    fisher: Literal["empirical", "sampled"] = "empirical"
+    """empirical: the loss's gradients. sampled: labels drawn from the model."""
+    norm: Literal["skip", "unit", "diag", "full"] = "skip"
+    """How normalisation layers are treated."""
+    norm_damping_ratio: float = 1.0
+    """rho_BN: multiplies the damping of normalisation layers (000 section 4.2)."""
+    rescale_weights: bool = False
+    """spngd: rescale conv and linear weights to norm sqrt(2 d_out) (001 eq. 24)."""
+    strategy: Literal["factor_wise", "layer_wise", "spngd"] | None = None
+    """Who owns and who works, with several processes. None: the optimizer's own."""
+    placement: Literal["longest_first", "round_robin"] = "longest_first"
+    """How statistics are spread over the ranks."""
+
+    def __post_init__(self) -> None:
+        require(self.damping > 0, "curvature.damping", self.damping, "> 0")
+        start, steps = self.damping_start, self.damping_warmup
+        ok = start is None or start > 0
+        require(ok, "curvature.damping_start", start, "> 0 or none")
+        ok = (steps > 0) == (start is not None)
+        legal = "> 0 with damping_start, else 0"
+        require(ok, "curvature.damping_warmup", steps, legal)
+        factor = self.damping_decay
+        require(0 < factor <= 1, "curvature.damping_decay", factor, "in (0, 1]")
+        require(0 <= self.decay < 1, "curvature.decay", self.decay, "in [0, 1)")
+        clip = self.kl_clip
+        require(clip is None or clip > 0, "curvature.kl_clip", clip, "> 0 or none")
+        ratio = self.norm_damping_ratio
+        require(ratio > 0, "curvature.norm_damping_ratio", ratio, "> 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefreshConfig:
+    """When statistics are estimated anew."""
+
+    kind: RefreshKind = "every"
+    """every: fixed intervals. adaptive: 001 Algorithms 1-2. staircase: 000 eq. 20.
+    late: 000 eq. 21."""
+    statistics: int = 1
+    """every: steps between two estimates of a statistic."""
+    inverses: int = 1
+    """every: steps between two inversions."""
+    tolerance: float = 0.1
+    """adaptive: relative change below which a statistic counts as unchanged."""
+    decay_epochs: tuple[float, ...] = ()
+    """every: epochs at which both intervals are multiplied by decay_factor."""
+    decay_factor: float = 2.0
+    """every: what the intervals are multiplied by at each of those epochs."""
+
+    def __post_init__(self) -> None:
+        require(self.statistics >= 1, "refresh.statistics", self.statistics, ">= 1")
+        require(self.inverses >= 1, "refresh.inverses", self.inverses, ">= 1")
+        tolerance = self.tolerance
+        require(0 < tolerance < 1, "refresh.tolerance", tolerance, "in (0, 1)")
+        require(self.decay_factor >= 1, "refresh.decay_factor", self.decay_factor, ">= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over time."""
+
+    kind: ScheduleKind = "constant"
+    """constant, steps (003), polynomial (001 eq. 21) or cosine."""
+    warmup_epochs: float = 0.0
+    """Linear warmup from lr * warmup_start to lr."""
+    warmup_start: float = 0.0
+    """First factor of the warmup."""
+    decay_epochs: tuple[float, ...] = ()
+    """steps: epochs at which the learning rate is multiplied by decay_factor."""
+    decay_factor: float = 0.1
+    """steps: what it is multiplied by."""
+    start: float = 0.0
+    """polynomial: e_start, the epoch at which the decay begins."""
+    end: float | None = None
+    """polynomial: e_end, the epoch of a zero learning rate. None: the last."""
+    power: float = 1.0
+    """polynomial: p_decay."""
+    couple_momentum: bool = False
+    """Keep momentum / lr fixed (001 eq. 22)."""
+
+    def __post_init__(self) -> None:
+        warmup = self.warmup_epochs
+        require(warmup >= 0, "schedule.warmup_epochs", warmup, ">= 0")
+        first = self.warmup_start
+        require(0 <= first <= 1, "schedule.warmup_start", first, "in [0, 1]")
+        factor = self.decay_factor
+        require(0 < factor <= 1, "schedule.decay_factor", factor, "in (0, 1]")
+        require(self.power > 0, "schedule.power", self.power, "> 0")
+        ok = self.end is None or self.end > self.start
+        require(ok, "schedule.end", self.end, f"> start={self.start}")
+        ok = self.kind == "polynomial" or not self.couple_momentum
+        legal = "off unless schedule.kind is polynomial"
+        require(ok, "schedule.couple_momentum", self.couple_momentum, legal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    epochs: float = 10.0
+    """Passes over the training data."""
+    steps: int | None = None
+    """Updates in all; overrides epochs."""
+    batch: int = 128
+    """Examples an update, over all processes."""
+    micro_batch: int | None = None
+    """Examples a forward on one process; gradients and statistics accumulate until
+    the batch is full. None: a process takes its whole share at once."""
+    seed: int = 0
+    """Seed of the weights, the order of the data and its augmentation."""
+    targets: tuple[float, ...] = ()
+    """Test accuracies, in percent, to report steps and seconds to."""
+    evaluate_every: float = 1.0
+    """Epochs between evaluations."""
+    checkpoint_every: float = 1.0
+    """Epochs between checkpoints. 0: only at the end and on interruption."""
+    log_every: int = 10
+    """Steps between training records."""
+    threads: int | None = None
+    """CPU threads a process. None: torch's default."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run folder."""
+    out: Path | None = None
+    """Run folder. None: runs/<recipe>-<date>."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
+    refresh: RefreshConfig = field(default_factory=RefreshConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def __post_init__(self) -> None:
+        require(self.epochs > 0, "epochs", self.epochs, "> 0")
+        require(self.steps is None or self.steps >= 1, "steps", self.steps, ">= 1")
+        require(self.batch >= 1, "batch", self.batch, ">= 1")
+        micro = self.micro_batch
+        require(micro is None or micro >= 1, "micro_batch", micro, ">= 1 or none")
+        for target in self.targets:
+            require(0 < target <= 100, "targets", target, "percentages in (0, 100]")
+        require(self.evaluate_every > 0, "evaluate_every", self.evaluate_every, "> 0")
+        every = self.checkpoint_every
+        require(every >= 0, "checkpoint_every", every, ">= 0")
+        require(self.log_every >= 1, "log_every", self.log_every, ">= 1")
+        threads = self.threads
+        require(threads is None or threads >= 1, "threads", threads, ">= 1 or none")
+
+    def total_steps(self, examples: int) -> int:
+        """Updates of the whole run on a training set of that size."""
+        return self.steps or math.ceil(self.epochs * examples / self.batch)
+
+    def epoch(self, step: int, examples: int) -> float:
+        """The real-valued epoch after ``step`` updates."""
+        return step * self.batch / examples
+
+    def step_of(self, epoch: float, examples: int) -> int:
+        """The first step at or after an epoch."""
+        return math.ceil(epoch * examples / self.batch)
+
+    def accumulation(self, world: int) -> tuple[int, int]:
+        """(examples a forward on one process, forwards an update)."""
+        micro = self.micro_batch or max(1, self.batch // world)
+        legal = f"a multiple of {world} processes x micro_batch={micro}"
+        require(self.batch % (world * micro) == 0, "batch", self.batch, legal)
+        return micro, self.batch // (world * micro)

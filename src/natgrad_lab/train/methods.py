@@ -1,0 +1,209 @@
+"""From settings to an update rule: one object that the loop steps.
+
+`make` returns a `Method`: the optimizer, the K-FAC preconditioner when there is one,
+and what of them can be logged.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from natgrad_lab.errors import UserError
+from natgrad_lab.train.config import CurvatureConfig, TrainConfig
+from natgrad_lab.train.schedules import make_damping, make_refresh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """An update rule ready to step.
+
+    ``curved`` is the object that estimates statistics (KFAC or SPNGD), if any;
+    ``reduces`` says that it averages gradients over the ranks itself (no DDP).
+    """
+
+    optimizer: Optimizer
+    curved: Any = None
+    damping: Callable[[int], float] | None = None
+    reduces: bool = False
+    sampled: bool = False
+
+    def before_backward(self, outputs: Tensor) -> None:
+        """The extra backward of a sampled Fisher."""
+        if self.sampled:
+            self.curved.sampled_backward(outputs, likelihood="cross_entropy")
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """What a training record tells about the optimizer."""
+        group = self.optimizer.param_groups[0]
+        facts: dict[str, Any] = {"lr": float(group["lr"])}
+        if "momentum" in group:
+            facts["momentum"] = float(group["momentum"])
+        if self.damping is not None:
+            facts["damping"] = float(self.damping(step))
+        if self.curved is not None:
+            facts |= curvature_facts(self.curved)
+        return facts
+
+    def close(self) -> None:
+        """Remove hooks."""
+        close = getattr(self.curved, "close", None)
+        if close is not None:
+            close()
+
+
+def curvature_facts(curved: Any) -> dict[str, Any]:
+    """Refreshes done and skipped so far, and bytes moved so far."""
+    counts = curved.refreshes().values()
+    done = sum(count["done"] for count in counts)
+    skipped = sum(count["skipped"] for count in counts)
+    return {"refreshed": done, "skipped": skipped, "bytes": moved(curved.traffic())}
+
+
+def moved(traffic: dict[str, Any]) -> int:
+    """Bytes moved in all, over every exchange."""
+    return int(sum(each["bytes"] for each in traffic.values()))
+
+
+def make(model: nn.Module, config: TrainConfig, *, examples: int) -> Method:
+    """The method a config asks for, on a training set of ``examples``."""
+    if config.optimizer.name == "spngd":
+        return _spngd(model, config, examples)
+    optimizer = _plain(model, config)
+    if not config.optimizer.kfac:
+        return Method(optimizer=optimizer)
+    from natgrad import KFAC
+
+    damping = make_damping(config, examples)
+    kfac = KFAC(
+        model,
+        optimizer,
+        damping=damping,
+        kl_clip=config.curvature.kl_clip,
+        refresh=make_refresh(config, examples),
+        **_shared(config),
+    )
+    sampled = config.curvature.fisher == "sampled"
+    return Method(optimizer=optimizer, curved=kfac, damping=damping, sampled=sampled)
+
+
+def _spngd(model: nn.Module, config: TrainConfig, examples: int) -> Method:
+    from natgrad import SPNGD
+
+    damping = make_damping(config, examples)
+    optimizer = SPNGD(
+        model,
+        lr=config.optimizer.lr,
+        momentum=config.optimizer.momentum,
+        weight_decay=config.optimizer.weight_decay,
+        damping=damping,
+        refresh=make_refresh(config, examples),
+        rescale_weights=config.curvature.rescale_weights,
+        **_shared(config),
+    )
+    return Method(
+        optimizer=optimizer,
+        curved=optimizer,
+        damping=damping,
+        reduces=True,
+        sampled=config.curvature.fisher == "sampled",
+    )
+
+
+def _shared(config: TrainConfig) -> dict[str, Any]:
+    """The keywords that KFAC and SPNGD have in common."""
+    curvature: CurvatureConfig = config.curvature
+    names = ("damping_style", "decay", "fisher", "norm", "norm_damping_ratio")
+    shared: dict[str, Any] = {name: getattr(curvature, name) for name in names}
+    shared["placement"] = curvature.placement
+    if curvature.strategy is not None:
+        shared["strategy"] = curvature.strategy
+    if config.data.name == "text":
+        shared["loss"] = "tokens"
+    return shared
+
+
+def _plain(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """Any optimizer that needs gradients only."""
+    makers: dict[str, Callable[[nn.Module, TrainConfig], Optimizer]] = {
+        "sgd": _sgd,
+        "adamw": _adamw,
+        "muon": _muon,
+        "soap": _soap,
+        "shampoo": _shampoo,
+    }
+    return makers[config.optimizer.name](model, config)
+
+
+def _sgd(model: nn.Module, config: TrainConfig) -> Optimizer:
+    c = config.optimizer
+    return torch.optim.SGD(
+        model.parameters(),
+        lr=c.lr,
+        momentum=c.momentum,
+        nesterov=c.nesterov,
+        weight_decay=c.weight_decay,
+    )
+
+
+def _adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
+    c = config.optimizer
+    betas = (c.momentum, c.beta2)
+    return torch.optim.AdamW(
+        model.parameters(), lr=c.lr, betas=betas, weight_decay=c.weight_decay
+    )
+
+
+def _muon(model: nn.Module, config: TrainConfig) -> Optimizer:
+    from natgrad_lab.train.muon import FlatMuon
+
+    c = config.optimizer
+    # Embeddings are tables of vectors: Muon's authors leave them to another rule.
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrix = {id(p): p.dim() >= 2 and id(p) not in tables for p in parameters}
+    return FlatMuon(
+        [p for p in parameters if matrix[id(p)]],
+        [p for p in parameters if not matrix[id(p)]],
+        lr=c.lr,
+        rest_lr=c.rest_lr or c.lr,
+        momentum=c.momentum,
+        weight_decay=c.weight_decay,
+    )
+
+
+def _soap(model: nn.Module, config: TrainConfig) -> Optimizer:
+    c = config.optimizer
+    return _borrowed("SOAP")(
+        model.parameters(),
+        lr=c.lr,
+        betas=(c.momentum, c.beta2),
+        weight_decay=c.weight_decay,
+        precondition_frequency=c.interval,
+    )
+
+
+def _shampoo(model: nn.Module, config: TrainConfig) -> Optimizer:
+    c = config.optimizer
+    # ScalableShampoo keeps Python objects in its state: no safe checkpoint of it.
+    return _borrowed("Shampoo")(
+        model.parameters(),
+        lr=c.lr,
+        momentum=c.momentum,
+        weight_decay=c.weight_decay,
+        preconditioning_compute_steps=c.interval,
+    )
+
+
+def _borrowed(name: str) -> Any:
+    try:
+        import pytorch_optimizer
+    except ImportError as error:
+        raise UserError(
+            f"optimizer {name} comes from pytorch_optimizer, which cannot be imported "
+            f"({error}). Install it with: pip install pytorch_optimizer"
+        ) from error
+    return getattr(pytorch_optimizer, name)

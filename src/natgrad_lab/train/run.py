@@ -1,0 +1,155 @@
+"""A run is a folder: config.json, versions.json, metrics.jsonl, checkpoints, curves."""
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import types
+import typing
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from natgrad_lab.errors import UserError
+from natgrad_lab.train.config import TrainConfig
+
+PACKAGES = ("natgrad", "torch", "numpy", "scikit-learn", "pytorch_optimizer")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Where everything of one run is."""
+
+    folder: Path
+    name: str
+    config: TrainConfig
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """The records, one JSON object a line."""
+        return self.folder / "metrics.jsonl"
+
+
+def choose_folder(name: str, out: Path | None) -> Path:
+    """The folder asked for, or a new one under runs/ that tells name and time."""
+    if out is not None:
+        return out
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = Path("runs") / f"{name}-{stamp}"
+    tries = 1
+    while folder.exists():
+        tries += 1
+        folder = Path("runs") / f"{name}-{stamp}-{tries}"
+    return folder
+
+
+def create(folder: Path, name: str, config: TrainConfig) -> Run:
+    """Make a run's folder and write down how it is made."""
+    if (folder / "config.json").exists():
+        raise UserError(
+            f"{folder} already holds a run. Continue it with "
+            f"`natgrad train --resume {folder}`, or choose another --out."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"recipe": name, "config": plain(config)}
+    _write_json(folder / "versions.json", versions())
+    _write_json(folder / "config.json", settings)
+    return Run(folder=folder, name=name, config=config)
+
+
+def load(folder: Path) -> Run:
+    """Open a run made by `create`."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is not a run: it has no config.json.")
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        config = from_plain(TrainConfig, settings["config"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    return Run(folder=folder, name=settings["recipe"], config=config)
+
+
+def versions() -> dict[str, Any]:
+    """What the run depends on: packages, Python, machine, git state, command."""
+    return {
+        "packages": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cpus": os.cpu_count(),
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "world": int(os.environ.get("WORLD_SIZE", "1")),
+        "git": git_state(),
+        "command": ["natgrad", *sys.argv[1:]],
+    }
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit and whether files differ from it; None outside a repository."""
+    here = Path(__file__).resolve().parent
+    commit = _git(here, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _git(here, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": bool(changed)}
+
+
+def plain(value: Any) -> Any:
+    """A config as JSON types."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {each.name: plain(getattr(value, each.name)) for each in fields}
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def from_plain(kind: Any, value: Any) -> Any:
+    """Undo `plain`; unknown names are an error."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        unknown = set(value) - set(hints)
+        if unknown:
+            raise ValueError(f"unknown settings {sorted(unknown)}")
+        parts = {name: from_plain(hints[name], item) for name, item in value.items()}
+        return typing.cast(Any, kind)(**parts)
+    options = typing.get_args(kind)
+    if typing.get_origin(kind) is types.UnionType:
+        chosen = next(each for each in options if each is not types.NoneType)
+        return None if value is None else from_plain(chosen, value)
+    if typing.get_origin(kind) is tuple:
+        return tuple(value)
+    return Path(value) if kind is Path else value
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
