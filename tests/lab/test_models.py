@@ -1,0 +1,193 @@
+"""The models: names, shapes, sizes and initialisation."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from natgrad_lab import models
+
+# Published counts: He et al. (2016) Table 6 (without the shortcuts' projections) in
+# millions, and torchvision's documentation for the ImageNet networks.
+CIFAR_MILLIONS = {
+    "resnet20": 0.27,
+    "resnet32": 0.46,
+    "resnet44": 0.66,
+    "resnet56": 0.85,
+    "resnet110": 1.7,
+}
+IMAGENET_PARAMETERS = {
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "resnet152": 60_192_808,
+}
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_every_model_builds_without_memory(name):
+    model = models.build(name, device="meta")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(("name", "millions"), CIFAR_MILLIONS.items())
+def test_cifar_resnets_have_the_published_size(name, millions):
+    assert count(models.build(name, device="meta")) / 1e6 == pytest.approx(
+        millions, rel=0.02
+    )
+
+
+@pytest.mark.parametrize(("name", "parameters"), IMAGENET_PARAMETERS.items())
+def test_imagenet_resnets_have_the_published_size(name, parameters):
+    assert count(models.build(name, device="meta")) == parameters
+
+
+@pytest.mark.parametrize("depth", [8, 20, 32, 44, 56, 110])
+def test_depth_counts_convolutions_and_the_last_layer(depth):
+    model = models.build(f"resnet{depth}", device="meta")
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert len(layers) == depth
+
+
+def test_resnet50_has_torchvisions_names_and_shapes():
+    state = models.build("resnet50", device="meta").state_dict()
+    expected = {
+        "conv1.weight": (64, 3, 7, 7),
+        "bn1.running_var": (64,),
+        "layer1.0.conv1.weight": (64, 64, 1, 1),
+        "layer1.0.downsample.0.weight": (256, 64, 1, 1),
+        "layer1.0.downsample.1.num_batches_tracked": (),
+        "layer2.0.conv2.weight": (128, 128, 3, 3),
+        "layer4.2.bn3.bias": (2048,),
+        "fc.weight": (1000, 2048),
+    }
+    assert {k: tuple(state[k].shape) for k in expected} == expected
+    assert len(state) == 320
+    assert not [k for k in state if k.startswith("layer1.1.downsample")]
+
+
+def test_a_bottlenecks_stride_is_in_its_3x3_convolution():
+    first = models.build("resnet50", device="meta").get_submodule("layer2.0")
+    strides = {n: m.stride for n, m in first.named_modules() if hasattr(m, "stride")}
+    assert strides["conv1"] == (1, 1)
+    assert strides["conv2"] == (2, 2)
+    assert strides["downsample.0"] == (2, 2)
+
+
+SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["resnet8", "mlp", "vit"])
+def test_small_models_fit_the_small_datasets(name, shape):
+    model = models.build_for(name, shape, 7)
+    loss = F.cross_entropy(model(torch.randn(2, *shape)), torch.tensor([0, 6]))
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_resnet18_runs_on_a_small_image():
+    model = models.resnet18(num_classes=5).eval()
+    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 5)
+
+
+def test_settings_win_over_what_the_data_implies():
+    model = models.build_for("vit", (3, 32, 32), 10, patch=8, depth=1)
+    assert model.get_parameter("positions.table.weight").shape[0] == 16
+
+
+def test_gpt_does_not_see_the_future():
+    model = models.gpt(vocabulary=11, context=6, width=16, depth=2, heads=2).double()
+    tokens = torch.randint(0, 11, (2, 6))
+    changed = tokens.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % 11
+    before, after = model(tokens), model(changed)
+    assert before.shape == (2, 6, 11)
+    assert torch.equal(before[:, :4], after[:, :4])
+    assert not torch.allclose(before[:, 4:], after[:, 4:])
+
+
+def test_attention_is_the_textbook_formula():
+    model = models.gpt(vocabulary=5, context=4, width=8, depth=1, heads=2).double()
+    attention = model.get_submodule("blocks.0.attention")
+    x = torch.randn(1, 4, 8, dtype=torch.float64)
+    qkv = attention.get_submodule("qkv")(x[0])
+    q, k, v = (t.view(4, 2, 4).transpose(0, 1) for t in qkv.chunk(3, -1))
+    scores = (q @ k.mT / 2).masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf)
+    mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(4, 8)
+    out = attention.get_submodule("out")
+    torch.testing.assert_close(attention(x)[0], out(mixed))
+
+
+def test_gpt_refuses_a_sequence_longer_than_its_context():
+    with pytest.raises(ValueError, match=r"length=5. Must be <= context=4"):
+        models.gpt(vocabulary=5, context=4)(torch.zeros(1, 5, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_every_weight_of_a_transformer_is_seen_by_hooks(name):
+    model = models.build(name, depth=1)
+    seen: set[str] = set()
+    for key, module in model.named_modules():
+        module.register_forward_hook(lambda *_, key=key: seen.add(key))
+    model(torch.zeros(1, 8).long() if name == "gpt" else torch.zeros(1, 3, 32, 32))
+    assert {k.rsplit(".", 1)[0] for k, _ in model.named_parameters()} <= seen
+
+
+def test_positions_are_looked_up_for_each_example():
+    model = models.build("vit", depth=1)
+    seen = []
+    table = model.get_submodule("positions.table")
+    table.register_forward_hook(lambda m, args, out: seen.append(args[0].shape))
+    model(torch.zeros(3, 3, 32, 32))
+    assert seen == [(3, 64)]
+
+
+def test_he_normal_has_the_variance_of_fan_in():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(32, 64, 3)
+    models.he_normal_(conv)
+    assert conv.weight.var().item() == pytest.approx(2 / (32 * 9), rel=0.05)
+    assert conv.bias is not None
+    assert conv.bias.abs().max() == 0
+
+
+def test_shortcut_subsamples_and_pads_with_zero_channels():
+    block = models.resnet8().get_submodule("layer2.0.shortcut")
+    x = torch.randn(2, 16, 7, 7)
+    out = block(x)
+    assert torch.equal(out[:, 8:24], x[:, :, ::2, ::2])
+    assert out[:, :8].abs().max() == 0
+    assert out[:, 24:].abs().max() == 0
+
+
+def test_channels_last_gives_the_same_answer():
+    model = models.resnet8().double().eval()
+    x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    expected = model(x)
+    layout = models.fastest_layout(model)
+    assert layout is torch.channels_last
+    model = model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
+    torch.testing.assert_close(model(x.to(memory_format=layout)), expected)
+
+
+def test_models_without_convolutions_stay_contiguous():
+    assert models.fastest_layout(models.mlp()) is torch.contiguous_format
+
+
+def test_an_unknown_name_lists_the_names():
+    with pytest.raises(ValueError, match=r"name='resnet21'.*resnet20.*gpt"):
+        models.build("resnet21")
+
+
+@pytest.mark.parametrize("depth", [2, 9, 21])
+def test_a_wrong_depth_says_what_is_right(depth):
+    with pytest.raises(ValueError, match=f"depth={depth}. Must be 6n"):
+        models.CifarResNet(depth)
