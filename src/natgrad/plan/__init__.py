@@ -1,0 +1,29 @@
+"""Who owns, who works and what moves: pure data, made from shapes alone."""
+
+from natgrad.plan.cost import CostModel
+from natgrad.plan.exchange import EXCHANGES, Exchange, Item
+from natgrad.plan.plan import Plan, make_plan
+from natgrad.plan.spec import BlockSpec, StatisticSpec
+from natgrad.plan.strategies import (
+    PLACEMENTS,
+    STRATEGIES,
+    Strategy,
+    find_strategy,
+    hybrid,
+)
+
+__all__ = [
+    "EXCHANGES",
+    "PLACEMENTS",
+    "STRATEGIES",
+    "BlockSpec",
+    "CostModel",
+    "Exchange",
+    "Item",
+    "Plan",
+    "StatisticSpec",
+    "Strategy",
+    "find_strategy",
+    "hybrid",
+    "make_plan",
+]

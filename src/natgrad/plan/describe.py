@@ -1,0 +1,67 @@
+"""A plan as a readable table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def size_text(count: float) -> str:
+    """Bytes with a binary unit: ``1536`` is ``1.5 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def describe_plan(plan: Mapping[str, Any], limit: int = 16) -> str:
+    """Render ``Plan.to_dict()``: totals, exchanges and up to ``limit`` ranks."""
+    return "\n".join([*_totals(plan), "", *_exchanges(plan), "", *_ranks(plan, limit)])
+
+
+def _totals(plan: Mapping[str, Any]) -> list[str]:
+    seconds = [rank["seconds"] for rank in plan["ranks"]]
+    mean = sum(seconds) / len(seconds)
+    imbalance = max(seconds) / mean if mean else 1.0
+    size = size_text(plan["statistics_bytes"])
+    return [
+        f"{plan['strategy']} on {plan['world']} ranks, placed {plan['placement']}",
+        f"{plan['layers']} layers, {len(plan['blocks'])} blocks, statistics {size}",
+        f"slowest rank {max(seconds):.3g} s, mean {mean:.3g} s, "
+        f"imbalance {imbalance:.2f}",
+    ]
+
+
+def _exchanges(plan: Mapping[str, Any]) -> list[str]:
+    rows = [f"{'exchange':<18}{'items':>7}{'payload':>13}{'on the wire':>13}"]
+    for name, x in plan["exchanges"].items():
+        payload, wire = size_text(x["bytes"]), size_text(x["wire_bytes"])
+        rows.append(f"{name:<18}{x['items']:>7}{payload:>13}{wire:>13}")
+    return rows
+
+
+def _ranks(plan: Mapping[str, Any], limit: int) -> list[str]:
+    ranks = plan["ranks"]
+    shown = ranks
+    if len(ranks) > limit:
+        # The slowest say where the time goes, the idlest what is wasted.
+        order = sorted(ranks, key=lambda r: (-r["seconds"], r["rank"]))
+        shown = order[: limit - limit // 2] + order[len(order) - limit // 2 :]
+    heads = ("statistics", "held", "inverses", "sent", "received", "seconds")
+    rows = [f"{'rank':>6}" + "".join(f"{head:>12}" for head in heads)]
+    rows += [_rank(rank) for rank in shown]
+    left = len(ranks) - len(shown)
+    return [*rows, f"({left} ranks between these are not shown)"] if left else rows
+
+
+def _rank(rank: Mapping[str, Any]) -> str:
+    cells = [
+        str(rank["statistics"]),
+        size_text(rank["bytes"]),
+        size_text(rank["inverse_bytes"]),
+        size_text(sum(rank["sent"].values())),
+        size_text(sum(rank["received"].values())),
+        f"{rank['seconds']:.3g}",
+    ]
+    return f"{rank['rank']:>6}" + "".join(f"{cell:>12}" for cell in cells)

@@ -1,0 +1,76 @@
+"""Names and shapes of blocks and statistics: all a plan needs to know of a model.
+
+A block's gradient is a stack ``(s, m, n)``: s independent matrices of m rows
+(outputs) and n columns (inputs, the bias last). A statistic on the right acts on n,
+one on the left on m; it is ``(s, n, n)``, or ``(s, n)`` when diagonal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KINDS = ("A", "G", "unit", "diag", "full")
+SIDES = ("right", "left")
+
+
+def _positive(owner: str, **values: int) -> None:
+    for key, value in values.items():
+        if value < 1:
+            raise ValueError(f"Invalid {key}={value} of {owner!r}. Must be >= 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticSpec:
+    """One statistic, named ``block/kind`` (for example ``layer1.0.conv1/A``)."""
+
+    name: str
+    block: str
+    kind: str
+    side: str
+    stack: int
+    size: int
+    diagonal: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self.name, stack=self.stack, size=self.size)
+        if self.kind not in KINDS:
+            raise ValueError(f"Invalid kind={self.kind!r}. Must be one of {KINDS}.")
+        if self.side not in SIDES:
+            raise ValueError(f"Invalid side={self.side!r}. Must be one of {SIDES}.")
+
+    @property
+    def elements(self) -> int:
+        """Elements as held in memory: whole matrices, or their diagonals."""
+        return self.stack * self.size * (1 if self.diagonal else self.size)
+
+    @property
+    def packed(self) -> int:
+        """Elements as sent: upper triangles (SP-NGD, section 5.2) or diagonals."""
+        rows = 2 if self.diagonal else self.size + 1
+        return self.stack * (self.size * rows // 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """One block. Without statistics it is a plain parameter, not preconditioned."""
+
+    name: str
+    stack: int
+    rows: int
+    cols: int
+    statistics: tuple[StatisticSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        _positive(self.name, stack=self.stack, rows=self.rows, cols=self.cols)
+        for spec in self.statistics:
+            size = self.cols if spec.side == "right" else self.rows
+            if (spec.block, spec.stack, spec.size) != (self.name, self.stack, size):
+                raise ValueError(
+                    f"Invalid statistic {spec.name!r} of block {self.name!r}. Must "
+                    f"have block={self.name!r}, stack={self.stack}, size={size}."
+                )
+
+    @property
+    def elements(self) -> int:
+        """Elements of the block's gradient."""
+        return self.stack * self.rows * self.cols
