@@ -1,0 +1,19 @@
+"""Augmentation of whole batches by tensor operations; each piece is usable alone."""
+
+from natgrad_lab.augment.base import Chain, Transform
+from natgrad_lab.augment.erasing import RandomErasing
+from natgrad_lab.augment.images import CenterCrop, Normalize, RandomCropFlip, crop
+from natgrad_lab.augment.mixup import RunningMixup
+from natgrad_lab.augment.targets import soft_targets
+
+__all__ = [
+    "CenterCrop",
+    "Chain",
+    "Normalize",
+    "RandomCropFlip",
+    "RandomErasing",
+    "RunningMixup",
+    "Transform",
+    "crop",
+    "soft_targets",
+]
