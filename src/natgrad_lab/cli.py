@@ -1,0 +1,73 @@
+"""The command `natgrad`: finds the subcommand and turns user errors into messages."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from natgrad_lab.errors import UserError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: ``module:function``, imported only when it is used."""
+
+    target: str
+    help: str
+
+    def __call__(self, arguments: Sequence[str]) -> int:
+        module, function = self.target.split(":")
+        return getattr(importlib.import_module(module), function)(arguments)
+
+
+COMMANDS = {
+    "train": Command("natgrad_lab.train.command:main", "train with a recipe"),
+    "recipes": Command("natgrad_lab.recipes.command:main", "list the recipes"),
+    "compare": Command("natgrad_lab.report.command:main", "put runs side by side"),
+    "data": Command("natgrad_lab.data.command:main", "download data sets"),
+    "demo": Command("natgrad_lab.train.demo:main", "a tour on embedded data"),
+}
+
+
+def usage() -> str:
+    """The help text."""
+    rows = "\n".join(f"  {name:<9} {each.help}" for name, each in COMMANDS.items())
+    return (
+        f"usage: natgrad COMMAND ...\n\n{rows}\n\n"
+        "`natgrad COMMAND --help` says more. With NATGRAD_DEBUG=1 an error shows "
+        "its traceback."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; the process's exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    try:
+        return _dispatch(given)
+    except (UserError, ValueError, OSError) as error:
+        if os.environ.get("NATGRAD_DEBUG") == "1":
+            raise
+        rank = os.environ.get("RANK")
+        where = f" (rank {rank})" if rank is not None else ""
+        print(f"natgrad: error{where}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("natgrad: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+def _dispatch(given: Sequence[str]) -> int:
+    if given[0] not in COMMANDS:
+        legal = ", ".join(COMMANDS)
+        raise UserError(f"Unknown command {given[0]!r}. Must be one of {legal}.")
+    return COMMANDS[given[0]](given[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

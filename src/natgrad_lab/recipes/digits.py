@@ -1,0 +1,32 @@
+"""A ResNet-8 on scikit-learn's digits (8 x 8 pixels): seconds on any machine.
+
+Ours. `natgrad demo` runs sgd, kfac and spngd of these.
+"""
+
+from natgrad_lab.recipes.recipe import Recipe
+from natgrad_lab.recipes.small import rules
+from natgrad_lab.train.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
+
+SOURCE = "natgrad, embedded data"
+
+
+def recipe(method: str) -> Recipe:
+    """One method on digits."""
+    rule = rules(large=False)[method]
+    config = TrainConfig(
+        epochs=12.0,
+        batch=128,
+        targets=(97.0,),
+        evaluate_every=0.5,
+        log_every=5,
+        model=ModelConfig(name="resnet8"),
+        data=DataConfig(name="digits"),
+        optimizer=rule.optimizer,
+        curvature=rule.curvature,
+        refresh=rule.refresh,
+        schedule=ScheduleConfig(kind="cosine", warmup_epochs=0.5),
+    )
+    return Recipe(name=f"digits-{method}", config=config, source=SOURCE)
+
+
+RECIPES = [recipe(method) for method in rules(large=False)]

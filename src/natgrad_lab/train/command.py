@@ -1,0 +1,112 @@
+"""`natgrad train`: start or resume a run, on one process or under torchrun."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from natgrad_lab.errors import UserError
+from natgrad_lab.recipes import find
+from natgrad_lab.report.curves import draw
+from natgrad_lab.report.summary import summarise
+from natgrad_lab.report.table import run_table, show
+from natgrad_lab.train import run as runs
+from natgrad_lab.train.config import TrainConfig
+from natgrad_lab.train.loop import Ending, Trainer
+from natgrad_lab.train.metrics import read_metrics
+from natgrad_lab.train.processes import World, processes
+
+USAGE = """usage: natgrad train RECIPE [--setting value ...]
+       natgrad train --resume RUN
+
+`natgrad recipes` lists the recipes, `natgrad train RECIPE --help` shows every setting.
+With several processes: torchrun --nproc-per-node N -m natgrad_lab train RECIPE ...
+Exit status: 0 done, 3 diverged, 130 interrupted (resume it with --resume)."""
+STATUS = {"done": 0, "diverged": 3, "interrupted": 130}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Continue an interrupted run exactly where its last checkpoint is."""
+
+    resume: Path
+    """The run's folder."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse, train, report."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    if arguments[0].split("=")[0] == "--resume":
+        asked = tyro.cli(Resume, prog="natgrad train", args=list(arguments))
+        return _resume(asked.resume)
+    if arguments[0].startswith("-"):
+        raise UserError(f"Expected a recipe or --resume, not {arguments[0]!r}.")
+    name = arguments[0]
+    config = parse(name, arguments[1:])
+    with processes() as world:
+        folder = Path(world.share(str(runs.choose_folder(name, config.out))))
+        run = start(folder, name, config, world)
+        return finish(run, Trainer(run, world, title=name).train(), world)
+
+
+def parse(name: str, arguments: Sequence[str]) -> TrainConfig:
+    """A recipe's settings with overrides from the command line."""
+    recipe = find(name)
+    return tyro.cli(
+        TrainConfig,
+        default=recipe.config,
+        prog=f"natgrad train {name}",
+        description=f"{recipe.source}. {recipe.published}",
+        args=list(arguments),
+    )
+
+
+def start(folder: Path, name: str, config: TrainConfig, world: World) -> runs.Run:
+    """Rank 0 creates the folder; a failure there is raised on every rank."""
+    problem = ""
+    if world.main:
+        try:
+            runs.create(folder, name, config)
+        except (UserError, OSError) as error:
+            problem = str(error)
+    problem = world.share(problem)
+    if problem:
+        raise UserError(problem)
+    return runs.Run(folder=folder, name=name, config=config)
+
+
+def finish(run: runs.Run, ending: Ending, world: World) -> int:
+    """Print the table and draw the curves, on rank 0."""
+    if world.main:
+        summary = summarise(run.folder)
+        show(run_table([summary]))
+        draw([summary], run.folder / "curves.png")
+        print(f"run folder: {run.folder}")
+        if ending.reason == "interrupted":
+            print(f"continue with: natgrad train --resume {run.folder}")
+        elif ending.reason == "diverged":
+            print("the loss is no longer finite: lower the learning rate or raise the")
+            print("damping", file=sys.stdout)
+    return STATUS[ending.reason]
+
+
+def _resume(folder: Path) -> int:
+    run = runs.load(folder)
+    if _complete(run):
+        print(f"{folder} is complete: nothing to resume.")
+        show(run_table([summarise(folder)]))
+        return 0
+    with processes() as world:
+        ending = Trainer(run, world, title=run.name).train(resume=True)
+        return finish(run, ending, world)
+
+
+def _complete(run: runs.Run) -> bool:
+    if not run.metrics.is_file():
+        return False
+    ends = [each for each in read_metrics(run.metrics) if each["kind"] == "end"]
+    return bool(ends) and ends[-1]["reason"] == "done"

@@ -1,0 +1,75 @@
+"""`natgrad demo`: SGD, KFAC and SPNGD on digits, then SPNGD on two processes."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from natgrad_lab.errors import UserError
+from natgrad_lab.recipes import find
+from natgrad_lab.report.curves import draw
+from natgrad_lab.report.summary import summarise
+from natgrad_lab.report.table import run_table, show
+from natgrad_lab.train import run as runs
+from natgrad_lab.train.loop import Trainer
+from natgrad_lab.train.processes import World
+
+RECIPES = ("digits-sgd", "digits-kfac", "digits-spngd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Train on embedded data with SGD, KFAC on SGD, and SPNGD; about a minute."""
+
+    out: Path | None = None
+    """Folder for the runs. None: a new one under runs/."""
+    epochs: float | None = None
+    """Epochs of each run. None: the recipes'."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the tour and print what came out."""
+    asked = tyro.cli(Demo, prog="natgrad demo", args=list(arguments))
+    folder = runs.choose_folder("demo", asked.out)
+    print("Training a small ResNet on 8 x 8 digits with three optimizers.", flush=True)
+    done = [_here(name, folder, asked.epochs) for name in RECIPES]
+    if done[-1] is not None:
+        done.append(_two_processes(RECIPES[-1], folder, asked.epochs))
+    finished = [each for each in done if each is not None]
+    names = [each.name for each in finished]
+    summaries = [summarise(each) for each in finished]
+    show(run_table(summaries, names))
+    print(f"runs and their records: {folder}")
+    print(f"figure: {draw(summaries, folder / 'compare.png', names)}")
+    return 0 if len(finished) == len(RECIPES) + 1 else 130
+
+
+def _here(name: str, folder: Path, epochs: float | None) -> Path | None:
+    config = find(name).config
+    if epochs is not None:
+        config = dataclasses.replace(config, epochs=epochs)
+    run = runs.create(folder / name, name, config)
+    ending = Trainer(run, World(), title=f"{name:<22}").train()
+    if ending.reason == "interrupted":
+        raise KeyboardInterrupt
+    return run.folder
+
+
+def _two_processes(name: str, folder: Path, epochs: float | None) -> Path:
+    """The same recipe by the same command, under torchrun."""
+    out = folder / f"{name}-2-processes"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, "-m", "natgrad_lab", "train", name]
+    command += ["--out", str(out), "--threads", "1"]
+    if epochs is not None:
+        command += ["--epochs", str(epochs)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    status = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
+    if status.returncode != 0:
+        raise UserError(f"The run on two processes failed: {' '.join(command)}")
+    return out

@@ -1,0 +1,230 @@
+"""The training loop: one object, one step that reads top to bottom."""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from natgrad_lab import models
+from natgrad_lab.train import checkpoint
+from natgrad_lab.train.feed import Feed
+from natgrad_lab.train.methods import make
+from natgrad_lab.train.metrics import Clock, MetricsWriter, waiting_share
+from natgrad_lab.train.processes import World
+from natgrad_lab.train.progress import Bar
+from natgrad_lab.train.run import Run
+from natgrad_lab.train.schedules import make_scheduler
+from natgrad_lab.train.signals import StopRequest, stop_request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ended: "done", "interrupted" or "diverged", and after which step."""
+
+    reason: str
+    step: int
+
+
+class Trainer:
+    """Everything one process needs to train.
+
+    Args:
+        run: folder and settings.
+        world: this process among its peers.
+        title: what the progress bar says.
+        show: whether progress is shown at all (on rank 0).
+    """
+
+    def __init__(
+        self, run: Run, world: World, *, title: str | None = None, show: bool = True
+    ) -> None:
+        self.run, self.world, self.config = run, world, run.config
+        self.title = title or self.config.optimizer.label
+        self._show = show and world.main
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        self.micro, self.forwards = self.config.accumulation(world.size)
+        self.feed = Feed(self.config, world, self.micro)
+        torch.manual_seed(self.config.seed)
+        self.model = self._build_model()
+        self.method = make(self.model, self.config, examples=self.feed.examples)
+        reduces = self.method.reduces
+        self.replica = self.model if reduces else world.data_parallel(self.model)
+        # Weights start alike; what is drawn from here on (dropout, sampled labels)
+        # must differ from rank to rank.
+        torch.manual_seed(self.config.seed * 100_003 + world.rank)
+        optimizer = self.method.optimizer
+        self.scheduler = make_scheduler(optimizer, self.config, self.feed.examples)
+        self.total = self.config.total_steps(self.feed.examples)
+        self.step = 0
+        self.clock = Clock()
+        self._loss = torch.zeros((), device=world.device)
+        self._metrics: MetricsWriter | None = None
+
+    def train(self, *, resume: bool = False) -> Ending:
+        """Run to the end, or until a signal or a non-finite loss."""
+        if resume:
+            self._restore()
+        bar = Bar(self.title, self.total, done=self.step, show=self._show)
+        with self._writing(), stop_request() as request, bar:
+            if resume:
+                self._write("resume", epoch=self.epoch)
+            ending = self._steps(request, bar)
+            self._write("end", reason=ending.reason, seconds=self.clock.total)
+        self.method.close()
+        return ending
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self.config.epoch(self.step, self.feed.examples)
+
+    def _steps(self, request: StopRequest, bar: Bar) -> Ending:
+        while self.step < self.total:
+            self._one_step()
+            bar.advance(self.step)
+            if self._due_every_steps(self.config.log_every) and not self._log():
+                return Ending(reason="diverged", step=self.step)
+            if self._due(self.config.evaluate_every):
+                self._evaluate(bar)
+            stop = self.world.any(request.asked)
+            if stop or self._due(self.config.checkpoint_every):
+                self._save()
+            if stop and self.step < self.total:
+                return Ending(reason="interrupted", step=self.step)
+        return Ending(reason="done", step=self.step)
+
+    def _one_step(self) -> None:
+        self.replica.train()
+        for index in range(self.forwards):
+            with self.clock.phase("data"):
+                inputs, labels = self.feed.next()
+            with self._reduction(last=index == self.forwards - 1):
+                with self.clock.phase("forward"):
+                    outputs = self.replica(inputs)
+                    loss = self._criterion(outputs, labels) / self.forwards
+                with self.clock.phase("backward"):
+                    self.method.before_backward(outputs)
+                    loss.backward()
+            self._loss += loss.detach()
+        with self.clock.phase("update"):
+            self.method.optimizer.step()
+            self.scheduler.step()
+            self.method.optimizer.zero_grad()
+        self.step += 1
+
+    def _reduction(self, *, last: bool) -> AbstractContextManager[Any]:
+        """DDP averages gradients in the last backward of an accumulation only."""
+        if isinstance(self.replica, DistributedDataParallel) and not last:
+            return self.replica.no_sync()
+        return nullcontext()
+
+    def _criterion(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy over examples and, for text, positions."""
+        flat = labels.flatten() if not labels.is_floating_point() else labels
+        smoothing = self.config.data.label_smoothing
+        rows = outputs.flatten(0, -2)
+        return F.cross_entropy(rows, flat, label_smoothing=smoothing)
+
+    @torch.no_grad()
+    def _evaluate(self, bar: Bar) -> None:
+        if self.method.reduces:
+            self.world.average_buffers(self.model)
+        self.model.eval()
+        totals = torch.zeros(3, dtype=torch.float64)
+        for inputs, labels in self.feed.test():
+            rows, flat = self.model(inputs).flatten(0, -2), labels.flatten()
+            totals[0] += F.cross_entropy(rows, flat, reduction="sum").double().cpu()
+            totals[1] += (rows.argmax(-1) == flat).sum().cpu()
+            totals[2] += flat.numel()
+        loss, right, count = self.world.sum(totals).tolist()
+        loss, accuracy = loss / count, 100.0 * right / count
+        seconds = self.clock.total
+        self._write(
+            "test", epoch=self.epoch, loss=loss, accuracy=accuracy, seconds=seconds
+        )
+        bar.say(self.step, self.epoch, loss=loss, accuracy=accuracy, seconds=seconds)
+
+    def _log(self) -> bool:
+        """Write a training record; False when the loss is not finite."""
+        count = self.step % self.config.log_every or self.config.log_every
+        total = self.world.sum(self._loss.double().cpu()).item()
+        self._loss.zero_()
+        loss = total / count / self.world.size
+        phases = self.clock.take()
+        self._write(
+            "train",
+            epoch=self.epoch,
+            loss=loss,
+            **self.method.facts(self.step - 1),
+            seconds=self.clock.total,
+            phases=phases,
+            waiting=waiting_share(phases),
+        )
+        return math.isfinite(loss)
+
+    def _due(self, every: float) -> bool:
+        """Whether the last step crossed a multiple of ``every`` epochs, or ended."""
+        if self.step == self.total:
+            return True
+        if every == 0:
+            return False
+        before = self.config.epoch(self.step - 1, self.feed.examples)
+        return math.floor(self.epoch / every) > math.floor(before / every)
+
+    def _due_every_steps(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.total
+
+    def _save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.method.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "feed": self.feed.state_dict(),
+            "random": checkpoint.random_state(),
+            "seconds": self.clock.total,
+            "loss": self._loss,
+        }
+        checkpoint.save(self.run.checkpoints, self.step, state, self.world)
+
+    def _restore(self) -> None:
+        state = checkpoint.load_latest(self.run.checkpoints, self.world)
+        self.model.load_state_dict(state["model"])
+        self.method.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.feed.load_state_dict(state["feed"])
+        checkpoint.set_random_state(state["random"])
+        self.clock.total = state["seconds"]
+        self._loss.copy_(state["loss"])
+        self.step = state["step"]
+
+    def _build_model(self) -> nn.Module:
+        settings = self.config.model
+        options = {} if settings.width is None else {"width": settings.width}
+        shape, classes = self.feed.shape, self.feed.classes
+        model = models.build_for(settings.name, shape, classes, **options)
+        model = model.to(self.world.device)
+        if self.feed.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        if self.world.main:
+            board = self.config.tensorboard
+            self._metrics = MetricsWriter(self.run.folder, tensorboard=board)
+        try:
+            yield
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def _write(self, kind: str, **values: Any) -> None:
+        if self._metrics is not None:
+            self._metrics.write(kind, self.step, **values)
