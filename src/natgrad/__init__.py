@@ -1,0 +1,30 @@
+"""natgrad: natural-gradient training for PyTorch, from one process to many.
+
+`KFAC` preconditions the gradients of any torch optimizer; `SPNGD` is an optimizer of
+its own.
+"""
+
+from natgrad import plan, schedules
+from natgrad.comm import CommOptions
+from natgrad.kfac import KFAC
+from natgrad.layers import LayerKind, register_layer
+from natgrad.plan import hybrid
+from natgrad.refresh import Adaptive, Every, Refresh, Scheduled
+from natgrad.spngd import SPNGD
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KFAC",
+    "SPNGD",
+    "Adaptive",
+    "CommOptions",
+    "Every",
+    "LayerKind",
+    "Refresh",
+    "Scheduled",
+    "hybrid",
+    "plan",
+    "register_layer",
+    "schedules",
+]

@@ -1,0 +1,253 @@
+"""Hooks that turn a forward and a backward into raw statistics, for what is due.
+
+Note [One call of a layer]
+A forward hook makes the moments of the layer's input at once and puts a *tensor hook*
+on its output; the tensor hook makes the moments of the gradient and only then adds both
+to the step's sums. So a forward that is never followed by its backward (evaluation, a
+forward under no_grad, the recomputed forward of activation checkpointing) counts for
+nothing, and no activation outlives the graph. A tensor hook, unlike a module's
+backward hook, also works when the next layer is an in-place ReLU.
+
+Note [Scaling]
+With N the terms that the loss averages over, the gradient of one term is ghat = N g.
+So the sum of ghat ghat^T is N^2 times the sum of g g^T, and G is that over the number
+of examples. N is the batch size that the model was called with; it is multiplied by k
+when the losses of k micro-batches were each divided by k. An AMP loss scale S
+multiplies g and is divided out again.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from natgrad.layers import Block, Observed
+
+POSITION_KINDS = ("A",)
+"""Statistics averaged over positions; all others are averaged over examples."""
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One forward of one layer that waits for its backward."""
+
+    block: Block
+    module: nn.Module
+    want: tuple[str, ...]
+    forward: int
+    terms: int
+    observed: Observed
+
+
+@dataclass(kw_only=True)
+class Captured:
+    """The raw sums of a step, by statistic name, with what they are divided by."""
+
+    sums: dict[str, Tensor] = field(default_factory=lambda: {})
+    positions: dict[str, int] = field(default_factory=lambda: {})
+    terms: dict[str, dict[int, int]] = field(default_factory=lambda: {})
+
+    @property
+    def forwards(self) -> int:
+        """How many micro-batches there were."""
+        return len({f for terms in self.terms.values() for f in terms})
+
+    def count(self, name: str) -> int:
+        """How many terms a statistic's mean is over, on this rank.
+
+        For a statistic of examples these are the terms of the loss: all of them, also
+        of a micro-batch in which the layer did not run and so has no gradient.
+        """
+        block, _, kind = name.rpartition("/")
+        if kind in POSITION_KINDS:
+            return self.positions.get(name, 0)
+        return sum(self.terms.get(block, self.terms.get("", {})).values())
+
+
+class Capture:
+    """The hooks on a model's blocks and the sums they have made since `take`.
+
+    Attributes:
+        due: names of the statistics to estimate; set by the owner before a forward.
+        on_ready: called with a statistic's name each time its sum has grown.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[Block],
+        *,
+        loss: str,
+        sampled: bool,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.due: frozenset[str] = frozenset()
+        self.on_ready: Callable[[str], None] | None = None
+        self.fired: set[str] = set()
+        self._model = model
+        self._loss = loss
+        self._sampled = sampled
+        self._sampling = False
+        self._scaler = grad_scaler
+        self._loss_scale: float | None = None
+        self._forward = 0
+        self._batch = 0
+        self._terms: int | None = None
+        self._sentinel: nn.Parameter | None = None
+        self._captured = Captured()
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
+        ]
+        for block in blocks:
+            for module in block.modules:
+                hook = partial(self._after_forward, block)
+                self._handles.append(
+                    module.register_forward_hook(hook, with_kwargs=True)
+                )
+
+    def sums(self) -> dict[str, Tensor]:
+        """The sums so far, by statistic name."""
+        return self._captured.sums
+
+    def take(self) -> Captured:
+        """What was captured since the last `take`, which begins anew."""
+        captured, self._captured = self._captured, Captured()
+        self._sentinel = None
+        self._terms = None
+        return captured
+
+    def set_loss_terms(self, terms: int) -> None:
+        """Say how many terms the coming loss averages over (masked tokens)."""
+        self._terms = terms
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """While open, backward passes are those of sampled labels."""
+        self._sampling = True
+        try:
+            yield
+        finally:
+            self._sampling = False
+
+    def close(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._captured = Captured()
+
+    def _begin_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not (self._model.training and torch.is_grad_enabled()):
+            return
+        # The statistics live as long as the gradients they belong to: cleared
+        # gradients mean that a step was skipped (an AMP overflow, say).
+        if self._sentinel is not None and self._sentinel.grad is None:
+            self.take()
+        self._forward += 1
+        self._loss_scale = None
+        self._batch = _batch_size((args, kwargs))
+
+    def _after_forward(
+        self,
+        block: Block,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        if not (self._model.training and torch.is_grad_enabled()):
+            return
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            return
+        specs = block.spec.statistics
+        want = tuple(s.kind for s in specs if s.name in self.due)
+        if not want or not block.parameters[0].requires_grad:
+            return
+        x: Tensor = (args[0] if args else kwargs["input"]).detach()
+        assert block.kind is not None
+        with torch.no_grad():
+            observed = block.kind.observe(module, x, output, want)
+        call = Call(
+            block=block,
+            module=module,
+            want=want,
+            forward=self._forward,
+            terms=self._loss_terms(block, output),
+            observed=observed,
+        )
+        output.register_hook(partial(self._after_backward, call))
+
+    def _loss_terms(self, block: Block, output: Tensor) -> int:
+        if self._loss == "tokens":
+            return output.numel() // _features(block)
+        return self._batch or len(output)
+
+    def _after_backward(self, call: Call, g: Tensor) -> None:
+        if self._sampling != self._sampled:
+            return
+        assert call.block.kind is not None
+        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+            moments = call.block.kind.gradient_moments(
+                call.module, g.detach(), call.observed.kept, call.want
+            )
+            self._scale(moments, call.terms)
+            self._add(call, call.observed.moments | moments)
+        # The graph may outlive the backward (a loss that is kept for logging).
+        call.observed = Observed()
+
+    def _scale(self, moments: dict[str, Tensor], terms: int) -> None:
+        terms = self._terms or terms
+        factor = 1.0 if self._loss == "sum" else float(terms) ** 2
+        if self._scaler is not None and self._scaler.is_enabled():
+            if self._loss_scale is None:  # a synchronisation: once a backward
+                self._loss_scale = float(self._scaler.get_scale())
+            factor /= self._loss_scale**2
+        for moment in moments.values():
+            moment.mul_(factor)
+
+    def _add(self, call: Call, moments: dict[str, Tensor]) -> None:
+        into = self._captured
+        per = call.block.name if self._loss == "tokens" else ""
+        into.terms.setdefault(per, {})[call.forward] = self._terms or call.terms
+        if self._sentinel is None:
+            self._sentinel = call.block.parameters[0]
+        for kind, moment in moments.items():
+            name = f"{call.block.name}/{kind}"
+            self.fired.add(name)
+            if name in into.sums:
+                into.sums[name].add_(moment)
+            else:
+                into.sums[name] = moment
+            if kind in POSITION_KINDS:
+                seen = into.positions.get(name, 0)
+                into.positions[name] = seen + call.observed.positions
+            if self.on_ready is not None:
+                self.on_ready(name)
+
+
+def _batch_size(tree: Any) -> int:
+    """The first dim of the first tensor in a model's arguments; 0 if there is none."""
+    if isinstance(tree, Tensor):
+        return tree.shape[0] if tree.dim() else 0
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(tree, list | tuple):
+        for leaf in tree:  # pyright: ignore[reportUnknownVariableType]
+            size = _batch_size(leaf)
+            if size:
+                return size
+    return 0
+
+
+def _features(block: Block) -> int:
+    """How many numbers a layer puts out at each position."""
+    if block.is_norm:
+        return block.parameters[0].numel()
+    return block.spec.stack * block.spec.rows

@@ -1,0 +1,206 @@
+"""A block: one layer (or several that share a weight) and its part of the Fisher."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.layers.kind import LayerKind, LayerOptions, optional_parameter
+from natgrad.layers.table import is_norm, kind_of
+from natgrad.math.statistics import widen
+from natgrad.plan.spec import BlockSpec
+
+
+@dataclass(kw_only=True)
+class Block:
+    """Every trainable parameter belongs to exactly one block.
+
+    Attributes:
+        spec: name and shapes, as the plan sees them.
+        kind: None for a parameter that keeps its plain gradient.
+        modules: the layers that use the weight; several when it is tied.
+        parameters: the weight and, if there is one, the bias; or the plain parameter.
+        reason: why there is no kind; empty if there is one.
+        note: what a user should know of this block, for the report.
+    """
+
+    spec: BlockSpec
+    kind: LayerKind | None
+    modules: list[nn.Module] = field(default_factory=lambda: [])
+    parameters: tuple[nn.Parameter, ...]
+    reason: str = ""
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """The layer's name in the model; a plain parameter's own name."""
+        return self.spec.name
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether the norm damping ratio applies."""
+        return is_norm(self.kind)
+
+    def gradient(self) -> Tensor | None:
+        """The gradient as ``(s, m, n)`` in float32 or better; None if there is none."""
+        grads = [p.grad for p in self.parameters]
+        if grads[0] is None:
+            return None
+        return self.fold([_or_zeros(p) for p in self.parameters])
+
+    def fold(self, tensors: list[Tensor]) -> Tensor:
+        """Tensors shaped like the parameters as one stack ``(s, m, n)``."""
+        tensors = [widen(x) for x in tensors]
+        if self.kind is None:
+            return tensors[0].reshape(1, 1, -1)
+        bias = tensors[1] if len(tensors) > 1 else None
+        return self.kind.fold(self.modules[0], tensors[0], bias)
+
+    def unfold(self, stack: Tensor) -> list[Tensor]:
+        """The inverse of `fold`."""
+        if self.kind is None:
+            return [stack.reshape(self.parameters[0].shape)]
+        weight, bias = self.kind.unfold(self.modules[0], stack)
+        return [weight] if bias is None else [weight, bias]
+
+    def write_gradient(self, stack: Tensor) -> None:
+        """Put ``(s, m, n)`` into the parameters' ``.grad``."""
+        for p, x in zip(self.parameters, self.unfold(stack), strict=True):
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            p.grad.copy_(x)
+
+
+def find_blocks(
+    model: nn.Module,
+    *,
+    norm: str = "unit",
+    sharing: str = "expand",
+    loss: str = "mean",
+    skip: Collection[str] = (),
+) -> list[Block]:
+    """All trainable parameters of a model as blocks, in the order of its modules.
+
+    Layers of a known kind come with statistics; every other parameter is a plain block
+    that says why. Nothing is computed, so the model may be on the meta device.
+    """
+    options = LayerOptions(norm=norm, sharing=sharing, loss=loss)
+    _require_known(model, skip)
+    found: dict[int, Block] = {}
+    reasons: dict[int, str] = {}
+    for name, module, reason in _layers(model, options, skip):
+        weight = optional_parameter(module, "weight")
+        if weight is None:
+            continue
+        if reason:
+            _note(reasons, module, reason)
+        elif id(weight) not in found:
+            found[id(weight)] = _block(name, module, options)
+        else:
+            _tie(found[id(weight)], name, module, options)
+    return _with_plain(model, found, reasons)
+
+
+def _layers(
+    model: nn.Module, options: LayerOptions, skip: Collection[str]
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Modules of a known kind, each with the reason to leave it out, if any."""
+    inert = {
+        child: type(parent).__name__
+        for parent in model.modules()
+        if isinstance(parent, nn.MultiheadAttention)
+        for child in parent.modules()
+    }
+    for name, module in model.named_modules():
+        kind = kind_of(module, options)
+        if kind is None:
+            continue
+        if name in skip:
+            yield name, module, "named in skip"
+        elif module in inert:
+            yield name, module, f"{inert[module]} does not call it as a layer"
+        else:
+            yield name, module, kind.refuse(module)
+
+
+def _block(name: str, module: nn.Module, options: LayerOptions) -> Block:
+    kind = kind_of(module, options)
+    assert kind is not None
+    name = name or "model"
+    layout = kind.layout(module)
+    owned = (optional_parameter(module, n) for n in ("weight", "bias"))
+    return Block(
+        spec=BlockSpec(
+            name=name,
+            stack=layout.stack,
+            rows=layout.rows,
+            cols=layout.cols,
+            statistics=layout.statistics(name),
+        ),
+        kind=kind,
+        modules=[module],
+        parameters=tuple(p for p in owned if p is not None),
+    )
+
+
+def _tie(block: Block, name: str, module: nn.Module, options: LayerOptions) -> None:
+    """Let a second module with the same weight add to the block, if it can.
+
+    A module of another kind (an output layer tied to an embedding) cannot: its uses of
+    the weight are then not part of the statistics, though they are of the gradient.
+    """
+    kind = kind_of(module, options)
+    bias = optional_parameter(module, "bias")
+    same_bias = (bias is None) == (len(block.parameters) == 1) and (
+        bias is None or bias is block.parameters[1]
+    )
+    if kind is not None and type(kind) is type(block.kind) and same_bias:
+        block.modules.append(module)
+        block.note = f"shared with {name}"
+    else:
+        block.note = f"statistics leave out its use as {name}"
+
+
+def _with_plain(
+    model: nn.Module, found: dict[int, Block], reasons: dict[int, str]
+) -> list[Block]:
+    """Blocks and plain parameters in the order of `model.named_parameters`."""
+    block_of = {id(p): block for block in found.values() for p in block.parameters}
+    ordered: dict[str, Block] = {}
+    for name, p in model.named_parameters():
+        block = block_of.get(id(p))
+        if block is None and p.requires_grad:
+            block = _plain(name, p, reasons.get(id(p)) or _why_unknown(model, name))
+        if block is not None:
+            ordered.setdefault(block.name, block)
+    return list(ordered.values())
+
+
+def _plain(name: str, p: nn.Parameter, reason: str) -> Block:
+    spec = BlockSpec(name=name, stack=1, rows=1, cols=p.numel())
+    return Block(spec=spec, kind=None, parameters=(p,), reason=reason)
+
+
+def _why_unknown(model: nn.Module, parameter_name: str) -> str:
+    owner = model.get_submodule(parameter_name.rpartition(".")[0])
+    if kind_of(owner, LayerOptions()) is not None:
+        return "it is not a trainable weight of its layer"
+    return f"{type(owner).__name__} is not a known layer"
+
+
+def _note(reasons: dict[int, str], module: nn.Module, reason: str) -> None:
+    for p in module.parameters(recurse=False):
+        reasons[id(p)] = reason
+
+
+def _require_known(model: nn.Module, skip: Collection[str]) -> None:
+    names = {name for name, _ in model.named_modules()}
+    unknown = sorted(set(skip) - names)
+    if unknown:
+        legal = ", ".join(sorted(n for n in names if n)[:20])
+        raise ValueError(f"Invalid skip={unknown}. Must be layer names, as {legal}.")
+
+
+def _or_zeros(p: nn.Parameter) -> Tensor:
+    return torch.zeros_like(p) if p.grad is None else p.grad

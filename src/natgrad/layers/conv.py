@@ -1,0 +1,97 @@
+"""Convolutions: A from patches, G from output gradients (SP-NGD, eq. 11)."""
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from natgrad.layers.kind import (
+    Kronecker,
+    Layout,
+    Observed,
+    optional_parameter,
+    parameter,
+)
+from natgrad.math.convolution import (
+    ConvGeometry,
+    conv_input_moment,
+    conv_output_moment,
+    positions,
+)
+
+
+class Conv(Kronecker):
+    """Conv1d, Conv2d and Conv3d; each group of channels is one member of the stack."""
+
+    name = "conv"
+
+    def layout(self, module: nn.Module) -> Layout:
+        weight: Any = parameter(module, "weight")
+        groups = _setting(module, "groups")
+        bias = optional_parameter(module, "bias") is not None
+        return Layout(
+            stack=groups,
+            rows=weight.shape[0] // groups,
+            cols=weight[0].numel() + bias,
+            right="A",
+            left="G",
+        )
+
+    def observe(
+        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
+    ) -> Observed:
+        if "A" not in want:
+            return Observed()
+        geometry = geometry_of(module)
+        x = _batched(x, len(geometry.kernel))
+        return Observed(
+            moments={"A": conv_input_moment(x, geometry)},
+            positions=positions(x.shape, geometry),
+        )
+
+    def gradient_moments(
+        self,
+        module: nn.Module,
+        g: Tensor,
+        kept: tuple[Tensor, ...],
+        want: Collection[str],
+    ) -> dict[str, Tensor]:
+        if "G" not in want:
+            return {}
+        g = _batched(g, parameter(module, "weight").dim() - 2)
+        return {"G": conv_output_moment(g, _setting(module, "groups"))}
+
+
+def geometry_of(module: nn.Module) -> ConvGeometry:
+    """What a convolution reads where, from its module."""
+    kernel: tuple[int, ...] = _setting(module, "kernel_size")
+    dilation: tuple[int, ...] = _setting(module, "dilation")
+    return ConvGeometry(
+        kernel=kernel,
+        stride=_setting(module, "stride"),
+        padding=_padding(_setting(module, "padding"), kernel, dilation),
+        dilation=dilation,
+        groups=_setting(module, "groups"),
+        padding_mode=_setting(module, "padding_mode"),
+        bias=optional_parameter(module, "bias") is not None,
+    )
+
+
+def _padding(
+    padding: str | tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    """(before, after) for each dim; ``"same"`` puts the odd one after, as torch does."""
+    if padding == "valid":
+        return ((0, 0),) * len(kernel)
+    if padding == "same":
+        reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return tuple((r // 2, r - r // 2) for r in reach)
+    return tuple((int(p), int(p)) for p in padding)
+
+
+def _batched(x: Tensor, spatial_dims: int) -> Tensor:
+    return x.unsqueeze(0) if x.dim() == spatial_dims + 1 else x
+
+
+def _setting(module: nn.Module, name: str) -> Any:
+    return getattr(module, name)

@@ -1,0 +1,67 @@
+"""Embeddings: a linear layer on one-hot inputs, so A is diagonal."""
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from natgrad.layers.kind import LayerKind, Layout, Observed, parameter
+from natgrad.math.statistics import gram, index_counts
+
+
+class Embedding(LayerKind):
+    """``y = W[index]``: A counts how often each row is read, G is (dim, dim)."""
+
+    name = "embedding"
+
+    def refuse(self, module: nn.Module) -> str:
+        if getattr(module, "sparse", False):
+            return "its gradient is sparse"
+        if getattr(module, "scale_grad_by_freq", False):
+            return "its gradient is scaled by frequency"
+        return ""
+
+    def layout(self, module: nn.Module) -> Layout:
+        vocabulary, dim = parameter(module, "weight").shape
+        return Layout(
+            stack=1, rows=dim, cols=vocabulary, right="A", left="G", right_diagonal=True
+        )
+
+    def observe(
+        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
+    ) -> Observed:
+        # autograd keeps the indices for this layer's backward, so keeping them is free
+        observed = Observed(kept=(x,))
+        if "A" in want:
+            read = self._read(module, x)
+            weight = parameter(module, "weight")
+            observed.moments = {"A": index_counts(read, len(weight), weight.dtype)}
+            observed.positions = x.numel()
+        return observed
+
+    def gradient_moments(
+        self,
+        module: nn.Module,
+        g: Tensor,
+        kept: tuple[Tensor, ...],
+        want: Collection[str],
+    ) -> dict[str, Tensor]:
+        if "G" not in want:
+            return {}
+        padding: int | None = getattr(module, "padding_idx", None)
+        rows = g.reshape(-1, g.shape[-1])
+        if padding is not None:
+            rows = rows * (kept[0].reshape(-1, 1) != padding)
+        return {"G": gram(rows)}
+
+    def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return weight.T.unsqueeze(0)
+
+    def unfold(
+        self, module: nn.Module, stack: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return stack[0].T, None
+
+    def _read(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The indices without padding, whose rows get no gradient."""
+        padding: int | None = getattr(module, "padding_idx", None)
+        return x if padding is None else x[x != padding]

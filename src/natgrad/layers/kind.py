@@ -1,0 +1,150 @@
+"""What a layer kind must say: its shape, its moments, and how its weights fold."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.plan.spec import StatisticSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """The options of `natgrad.config.Curvature` that change what a layer computes."""
+
+    norm: str = "unit"
+    sharing: str = "expand"
+    loss: str = "mean"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A block's gradient ``(stack, rows, cols)`` and which statistics act on it."""
+
+    stack: int
+    rows: int
+    cols: int
+    right: str
+    left: str = ""
+    right_diagonal: bool = False
+
+    def statistics(self, block: str) -> tuple[StatisticSpec, ...]:
+        """The specs of the statistics, the right one first."""
+        right = StatisticSpec(
+            name=f"{block}/{self.right}",
+            block=block,
+            kind=self.right,
+            side="right",
+            stack=self.stack,
+            size=self.cols,
+            diagonal=self.right_diagonal,
+        )
+        if not self.left:
+            return (right,)
+        left = StatisticSpec(
+            name=f"{block}/{self.left}",
+            block=block,
+            kind=self.left,
+            side="left",
+            stack=self.stack,
+            size=self.rows,
+        )
+        return right, left
+
+
+@dataclass(kw_only=True)
+class Observed:
+    """What a forward yields: moments known already, and what backward still needs.
+
+    Attributes:
+        moments: sums by statistic kind.
+        positions: how many terms the sum of ``"A"`` has.
+        kept: tensors for `LayerKind.gradient_moments`. Only what autograd keeps for
+            this layer anyway may go here, so that no activation lives longer.
+    """
+
+    moments: dict[str, Tensor] = field(default_factory=lambda: {})
+    positions: int = 0
+    kept: tuple[Tensor, ...] = ()
+
+
+class LayerKind(ABC):
+    """One kind of layer. Moments are sums; scaling by counts is done elsewhere."""
+
+    name: str
+    rescaled: bool = False
+    """Whether SP-NGD's weight rescaling (eq. 24) applies."""
+
+    def __init__(self, options: LayerOptions) -> None:
+        self.options = options
+
+    def refuse(self, module: nn.Module) -> str:
+        """Why this module can have no block; empty if it can."""
+        return ""
+
+    @abstractmethod
+    def layout(self, module: nn.Module) -> Layout:
+        """The shape of the module's block."""
+
+    @abstractmethod
+    def observe(
+        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
+    ) -> Observed:
+        """From a layer's input x and output y, the moments that need no gradient."""
+
+    @abstractmethod
+    def gradient_moments(
+        self,
+        module: nn.Module,
+        g: Tensor,
+        kept: tuple[Tensor, ...],
+        want: Collection[str],
+    ) -> dict[str, Tensor]:
+        """From the gradient at the output, the other wanted moments.
+
+        ``g`` is the gradient of the loss as it is: the caller scales the result.
+        """
+
+    @abstractmethod
+    def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Tensors shaped like weight and bias as one stack ``(s, m, n)``."""
+
+    @abstractmethod
+    def unfold(
+        self, module: nn.Module, stack: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The inverse of `fold`: views or copies shaped like weight and bias."""
+
+
+class Kronecker(LayerKind):
+    """A layer whose Fisher is ``G kron A``: outputs on the left, inputs on the right."""
+
+    rescaled = True
+
+    def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+        layout = self.layout(module)
+        stack = weight.reshape(layout.stack, layout.rows, -1)
+        if bias is None:
+            return stack
+        return torch.cat((stack, bias.reshape(layout.stack, layout.rows, 1)), dim=2)
+
+    def unfold(
+        self, module: nn.Module, stack: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        shape = parameter(module, "weight").shape
+        if optional_parameter(module, "bias") is None:
+            return stack.reshape(shape), None
+        return stack[:, :, :-1].reshape(shape), stack[:, :, -1].reshape(-1)
+
+
+def parameter(module: nn.Module, name: str) -> nn.Parameter:
+    """A parameter that the module must have."""
+    return module.get_parameter(name)
+
+
+def optional_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """A trainable parameter, or None if it is absent or frozen."""
+    found = dict(module.named_parameters(recurse=False)).get(name)
+    return found if found is not None and found.requires_grad else None

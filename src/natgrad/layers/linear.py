@@ -1,0 +1,77 @@
+"""Linear layers: A from inputs, G from output gradients (SP-NGD, eq. 9)."""
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from natgrad.layers.kind import (
+    Kronecker,
+    Layout,
+    Observed,
+    optional_parameter,
+    parameter,
+)
+from natgrad.math.statistics import gram, input_moment
+
+
+class Linear(Kronecker):
+    """``y = x W^T + b`` on the last dim, with any leading dims.
+
+    Positions between the batch and the features share the weight. ``"expand"`` counts
+    each as a term of A and of G; ``"reduce"`` first averages the inputs and sums the
+    gradients over an example's positions.
+    """
+
+    name = "linear"
+
+    def layout(self, module: nn.Module) -> Layout:
+        rows, cols = parameter(module, "weight").shape
+        bias = optional_parameter(module, "bias") is not None
+        return Layout(stack=1, rows=rows, cols=cols + bias, right="A", left="G")
+
+    def observe(
+        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
+    ) -> Observed:
+        if "A" not in want:
+            return Observed()
+        rows = self._rows(x, mean=True)
+        bias = optional_parameter(module, "bias") is not None
+        return Observed(
+            moments={"A": input_moment(rows, bias=bias)}, positions=len(rows)
+        )
+
+    def gradient_moments(
+        self,
+        module: nn.Module,
+        g: Tensor,
+        kept: tuple[Tensor, ...],
+        want: Collection[str],
+    ) -> dict[str, Tensor]:
+        return {"G": gram(self._rows(g, mean=False))} if "G" in want else {}
+
+    def _rows(self, x: Tensor, *, mean: bool) -> Tensor:
+        if self.options.sharing == "reduce" and x.dim() > 2:
+            dims = tuple(range(1, x.dim() - 1))
+            x = x.mean(dims) if mean else x.sum(dims)
+        return x.reshape(-1, x.shape[-1])
+
+
+class TransposedLinear(Linear):
+    """A linear layer that keeps its weight as (inputs, outputs), as GPT-2's does."""
+
+    name = "transposed_linear"
+
+    def layout(self, module: nn.Module) -> Layout:
+        cols, rows = parameter(module, "weight").shape
+        bias = optional_parameter(module, "bias") is not None
+        return Layout(stack=1, rows=rows, cols=cols + bias, right="A", left="G")
+
+    def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().fold(module, weight.T, bias)
+
+    def unfold(
+        self, module: nn.Module, stack: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        if optional_parameter(module, "bias") is None:
+            return stack[0].T, None
+        return stack[0, :, :-1].T, stack[0, :, -1]

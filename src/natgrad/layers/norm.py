@@ -1,0 +1,180 @@
+"""Normalisation layers: a scale and a shift a channel, from per-example gradients.
+
+The Fisher of ``y = gamma xhat + beta`` is formed from each example's own gradient
+``(sum of g xhat, sum of g)`` a channel, kept 2x2 a channel (``unit``: SP-NGD,
+eq. 15-17), diagonal (``diag``: Osawa et al. 2019, section 5.4) or ``full``.
+
+Letters: e examples, c channels, t positions, p parameters a channel (1 or 2).
+"""
+
+from abc import abstractmethod
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.layers.kind import LayerKind, Layout, Observed, optional_parameter, parameter
+from natgrad.math.statistics import diagonal_moment, full_moment, unit_moment, widen
+
+FORMS = {"unit": unit_moment, "diag": diagonal_moment, "full": full_moment}
+
+
+class Norm(LayerKind):
+    """What the normalisation layers share; each says how it normalises."""
+
+    def refuse(self, module: nn.Module) -> str:
+        if self.options.norm == "skip":
+            return "norm='skip'"
+        return ""
+
+    def layout(self, module: nn.Module) -> Layout:
+        channels = parameter(module, "weight").numel()
+        each = 1 + (optional_parameter(module, "bias") is not None)
+        form = self.options.norm
+        if form == "unit":
+            return Layout(stack=channels, rows=1, cols=each, right=form)
+        return Layout(
+            stack=1,
+            rows=1,
+            cols=channels * each,
+            right=form,
+            right_diagonal=form == "diag",
+        )
+
+    @abstractmethod
+    def normalised(self, module: nn.Module, x: Tensor, *kept: Tensor) -> Tensor:
+        """xhat, shaped like ``x``, from what `observe` kept."""
+
+    @abstractmethod
+    def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
+        """``x`` as ``(e, t, c)``."""
+
+    def observe(
+        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
+    ) -> Observed:
+        return Observed(kept=(x,))
+
+    def gradient_moments(
+        self,
+        module: nn.Module,
+        g: Tensor,
+        kept: tuple[Tensor, ...],
+        want: Collection[str],
+    ) -> dict[str, Tensor]:
+        if self.options.norm not in want:
+            return {}
+        xhat = self.normalised(module, widen(kept[0]), *kept[1:])
+        xhat = self.channels_last(module, xhat)
+        g = self.channels_last(module, widen(g))
+        if self.options.loss == "tokens":
+            xhat, g = xhat.reshape(-1, 1, xhat.shape[-1]), g.reshape(-1, 1, g.shape[-1])
+        parts = [torch.linalg.vecdot(g, xhat, dim=1)]
+        if optional_parameter(module, "bias") is not None:
+            parts.append(g.sum(1))
+        per_example = torch.stack(parts, dim=2)
+        return {self.options.norm: FORMS[self.options.norm](per_example)}
+
+    def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+        parts = [weight.flatten()] if bias is None else [weight.flatten(), bias.flatten()]
+        pairs = torch.stack(parts, dim=-1)
+        layout = self.layout(module)
+        return pairs.reshape(layout.stack, 1, layout.cols)
+
+    def unfold(
+        self, module: nn.Module, stack: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        weight = parameter(module, "weight")
+        pairs = stack.reshape(weight.numel(), -1)
+        shift = pairs[:, 1].reshape(weight.shape) if pairs.shape[1] == 2 else None
+        return pairs[:, 0].reshape(weight.shape), shift
+
+
+class BatchNorm(Norm):
+    """BatchNorm1d/2d/3d: channel dim 1; batch statistics in training mode."""
+
+    name = "batch_norm"
+
+    def normalised(self, module: nn.Module, x: Tensor, *kept: Tensor) -> Tensor:
+        mean, variance = self.batch_statistics(module, x)
+        shape = (1, -1) + (1,) * (x.dim() - 2)
+        scale = torch.rsqrt(variance + _setting(module, "eps"))
+        return (x - mean.reshape(shape)) * scale.reshape(shape)
+
+    def batch_statistics(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and (biased) variance that the forward used, a channel each."""
+        running: Tensor | None = _setting(module, "running_mean")
+        if running is not None and not module.training:
+            return running.to(x.dtype), _setting(module, "running_var").to(x.dtype)
+        dims = (0, *range(2, x.dim()))
+        variance, mean = torch.var_mean(x, dims, correction=0)
+        return mean, variance
+
+    def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
+        return x.flatten(2).transpose(1, 2) if x.dim() > 2 else x.unsqueeze(1)
+
+
+class SyncBatchNorm(BatchNorm):
+    """Statistics over all ranks: those that the layer kept for its own backward."""
+
+    name = "sync_batch_norm"
+
+    def observe(
+        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
+    ) -> Observed:
+        # SyncBatchNorm's autograd function saves (input, weight, mean, invstd, count).
+        # In one process the layer runs plain batch norm, which saves nothing there.
+        saved = getattr(y.grad_fn, "saved_tensors", ())
+        return Observed(kept=(x, saved[2], saved[3]) if len(saved) > 3 else (x,))
+
+    def normalised(self, module: nn.Module, x: Tensor, *kept: Tensor) -> Tensor:
+        if not kept:
+            return super().normalised(module, x)
+        mean, scale = (k.reshape((1, -1) + (1,) * (x.dim() - 2)) for k in kept)
+        return (x - mean) * scale
+
+
+class LayerNorm(Norm):
+    """LayerNorm over the trailing ``normalized_shape``."""
+
+    name = "layer_norm"
+
+    def normalised(self, module: nn.Module, x: Tensor, *kept: Tensor) -> Tensor:
+        dims = tuple(range(-len(_setting(module, "normalized_shape")), 0))
+        variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+        return (x - mean) * torch.rsqrt(variance + _setting(module, "eps"))
+
+    def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
+        rows = x.flatten(-len(_setting(module, "normalized_shape")))
+        return rows.reshape(len(x) if rows.dim() > 1 else 1, -1, rows.shape[-1])
+
+
+class RMSNorm(LayerNorm):
+    """RMSNorm over the trailing ``normalized_shape``; it has no shift."""
+
+    name = "rms_norm"
+
+    def normalised(self, module: nn.Module, x: Tensor, *kept: Tensor) -> Tensor:
+        dims = tuple(range(-len(_setting(module, "normalized_shape")), 0))
+        eps: float | None = _setting(module, "eps")
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+
+
+class GroupNorm(Norm):
+    """GroupNorm: channel dim 1, normalised over groups of channels."""
+
+    name = "group_norm"
+
+    def normalised(self, module: nn.Module, x: Tensor, *kept: Tensor) -> Tensor:
+        grouped = x.reshape(len(x), _setting(module, "num_groups"), -1)
+        variance, mean = torch.var_mean(grouped, 2, correction=0, keepdim=True)
+        scale = torch.rsqrt(variance + _setting(module, "eps"))
+        return ((grouped - mean) * scale).reshape(x.shape)
+
+    def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
+        return x.flatten(2).transpose(1, 2) if x.dim() > 2 else x.unsqueeze(1)
+
+
+def _setting(module: nn.Module, name: str) -> Any:
+    return getattr(module, name)

@@ -1,0 +1,178 @@
+"""Damped inverses of statistics, the pi-split, and what to do when LAPACK fails.
+
+The ladder: as asked, then with more damping (jitter), then in float64, then an
+`InverseError`; the caller keeps its last good inverse. The first rung is tried for
+all statistics at once and checked with one synchronisation.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+JITTER = 10.0
+# Equal sizes are inverted as one batch up to this size; beyond it one call each is as
+# fast on CPU and needs no copy.
+BATCHED_UP_TO = 64
+
+Inverse = tuple[Tensor, ...]
+Result = TypeVar("Result", Tensor, Inverse)
+
+
+class InverseError(RuntimeError):
+    """A statistic could be inverted neither with jitter nor in float64."""
+
+
+def pi_split(mean_right: float, mean_left: float) -> float:
+    """pi of SP-NGD, eq. 12: the root of the ratio of the factors' mean eigenvalues.
+
+    1 when either is zero or not finite (a dead layer): the damping is then shared.
+    """
+    if not (0.0 < mean_right < math.inf and 0.0 < mean_left < math.inf):
+        return 1.0
+    return math.sqrt(mean_right) / math.sqrt(mean_left)
+
+
+def split_damping(damping: float, pi: float) -> tuple[float, float]:
+    """``(pi sqrt(lambda), sqrt(lambda) / pi)``: for the right and left factor."""
+    root = math.sqrt(damping)
+    return pi * root, root / pi
+
+
+def damped_inverses(
+    matrices: Sequence[Tensor], dampings: Sequence[float]
+) -> list[Tensor | InverseError]:
+    """``(X + damping I)^-1`` of stacks ``(s, n, n)`` or diagonals ``(s, n)``."""
+    results = _first_rung(matrices, dampings)
+    fine = [torch.isfinite(x).all() for x in results]
+    verdicts = torch.stack(fine).tolist() if fine else []
+    return [
+        result if ok else _climb(_inverse, matrix, damping)
+        for result, ok, matrix, damping in zip(
+            results, verdicts, matrices, dampings, strict=True
+        )
+    ]
+
+
+def eigendecompositions(matrices: Sequence[Tensor]) -> list[Inverse | InverseError]:
+    """``(Q (s, n, n), v (s, n))`` of each X = Q diag(v) Q^T, v >= 0.
+
+    The eigenvectors of a diagonal ``(s, n)`` are unit vectors: Q is then empty.
+    """
+    results = [_climb(_eigh, x, 0.0) for x in matrices]
+    return [
+        x if isinstance(x, InverseError) else (x[0], x[1].clamp_min(0.0))
+        for x in results
+    ]
+
+
+def damped_from_eigen(vectors: Tensor, values: Tensor, damping: float) -> Tensor:
+    """The damped inverse that an eigendecomposition stands for."""
+    reciprocal = (values + damping).reciprocal()
+    if vectors.numel() == 0:
+        return reciprocal
+    return (vectors * reciprocal.unsqueeze(1)) @ vectors.mT
+
+
+def _first_rung(
+    matrices: Sequence[Tensor], dampings: Sequence[float]
+) -> list[Tensor]:
+    results: list[Tensor] = [x.new_empty(0) for x in matrices]
+    for members in _batches(matrices):
+        joined = torch.cat([matrices[i] for i in members])
+        shifts = joined.new_tensor(
+            [dampings[i] for i in members for _ in range(len(matrices[i]))]
+        )
+        inverses = _inverse(joined, shifts)
+        parts = inverses.split([len(matrices[i]) for i in members])
+        for i, part in zip(members, parts, strict=True):
+            results[i] = part
+    return results
+
+
+def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the matrices that are inverted by one call."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, x in enumerate(matrices):
+        alone = x.shape[-1] > BATCHED_UP_TO
+        key = (x.dim(), x.shape[-1], x.dtype, x.device, i if alone else -1)
+        groups.setdefault(key, []).append(i)
+    return list(groups.values())
+
+
+def _inverse(matrix: Tensor, damping: Tensor) -> Tensor:
+    """One rung: NaN where a matrix is not positive definite, and no synchronisation.
+
+    ``damping`` has one entry for each member of the stack.
+    """
+    if matrix.dim() == 2:
+        return (matrix + damping.unsqueeze(1)).reciprocal()
+    size = matrix.shape[-1]
+    damped = matrix.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping.unsqueeze(1))
+    if size == 1:
+        return torch.where(damped > 0, damped.reciprocal(), torch.nan)
+    if size == 2:
+        return _two_by_two(damped)
+    factor, info = torch.linalg.cholesky_ex(damped)
+    inverse = torch.cholesky_inverse(factor)
+    return torch.where((info == 0).reshape(-1, 1, 1), inverse, torch.nan)
+
+
+def _two_by_two(x: Tensor) -> Tensor:
+    """The closed form of SP-NGD, eq. 17, for a stack ``(s, 2, 2)``."""
+    a, b, c, d = x[:, 0, 0], x[:, 0, 1], x[:, 1, 0], x[:, 1, 1]
+    adjugate = torch.stack((d, -b, -c, a), dim=-1).reshape(-1, 2, 2)
+    determinant = (a * d - b * c).reshape(-1, 1, 1)
+    return torch.where(determinant > 0, adjugate / determinant, torch.nan)
+
+
+def _eigh(matrix: Tensor, damping: Tensor) -> Inverse:
+    if matrix.dim() == 2:
+        return matrix.new_empty(0), matrix
+    shifted = matrix
+    if bool(damping.any()):
+        shifted = matrix.clone()
+        shifted.diagonal(dim1=-2, dim2=-1).add_(damping.unsqueeze(1))
+    values, vectors = torch.linalg.eigh(shifted)
+    # The jitter only perturbs the solver: it is taken out of the eigenvalues again.
+    return vectors, values - damping.unsqueeze(1)
+
+
+def _climb(
+    attempt: Callable[[Tensor, Tensor], Result], matrix: Tensor, damping: float
+) -> Result | InverseError:
+    """Try ``attempt`` on each rung of the ladder."""
+    for rung, shift in _rungs(matrix, damping):
+        try:
+            result = attempt(rung, rung.new_full((len(rung),), shift))
+        except torch.linalg.LinAlgError:
+            continue
+        parts = result if isinstance(result, tuple) else (result,)
+        if all(bool(torch.isfinite(x).all()) for x in parts):
+            return _narrow(result, matrix.dtype)
+    return InverseError(
+        f"A statistic of shape {tuple(matrix.shape)} could not be inverted with "
+        f"damping {damping:g}, with jitter, or in float64."
+    )
+
+
+def _rungs(matrix: Tensor, damping: float) -> Iterator[tuple[Tensor, float]]:
+    yield matrix, damping
+    jitter = JITTER * max(damping, _noise(matrix))
+    yield matrix, jitter
+    yield matrix.double(), jitter
+
+
+def _noise(matrix: Tensor) -> float:
+    """Rounding error of the largest entry: the least jitter that can help."""
+    scale = float(matrix.nan_to_num().abs().max())
+    return max(scale, 1e-30) * torch.finfo(matrix.dtype).eps
+
+
+def _narrow(result: Result, dtype: torch.dtype) -> Result:
+    if isinstance(result, tuple):
+        return tuple(x.to(dtype) for x in result)
+    return result.to(dtype)

@@ -1,0 +1,67 @@
+"""Apply inverses to gradients ``(s, m, n)``; clip and rescale what comes out."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from natgrad.math.inverse import Inverse
+
+RESCALE_EPS = 1e-9
+
+
+def multiply_right(gradient: Tensor, inverse: Tensor) -> Tensor:
+    """``V X`` for a stack X ``(s, n, n)``, or a diagonal ``(s, n)``."""
+    if inverse.dim() == 2:
+        return gradient * inverse.unsqueeze(1)
+    return gradient @ inverse
+
+
+def multiply_left(gradient: Tensor, inverse: Tensor) -> Tensor:
+    """``X V`` for a stack X ``(s, m, m)``, or a diagonal ``(s, m)``."""
+    if inverse.dim() == 2:
+        return gradient * inverse.unsqueeze(2)
+    return inverse @ gradient
+
+
+def apply_inverses(
+    gradient: Tensor, right: Inverse, left: Inverse | None
+) -> Tensor:
+    """``G^-1 V A^-1`` (Pauloski et al., eq. 12), or ``V F^-1`` without a left factor."""
+    result = multiply_right(gradient, right[0])
+    return result if left is None else multiply_left(result, left[0])
+
+
+def apply_eigen(
+    gradient: Tensor, right: Inverse, left: Inverse, damping: float
+) -> Tensor:
+    """``(G kron A + damping I)^-1`` times V, in the eigenbases.
+
+    Pauloski et al., eq. 13-15. With no damping, directions of zero curvature are
+    left out instead of divided by zero.
+    """
+    (q_right, v_right), (q_left, v_left) = right, left
+    rotated = _rotate(gradient, q_left.mT, q_right)
+    curvature = v_left.unsqueeze(2) * v_right.unsqueeze(1) + damping
+    scaled = torch.where(curvature > 0, rotated / curvature, 0.0)
+    return _rotate(scaled, q_left, q_right.mT)
+
+
+def _rotate(gradient: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    if right.numel():
+        gradient = gradient @ right
+    return left @ gradient if left.numel() else gradient
+
+
+def kl_scale(inner_product: Tensor, kl_clip: float, lr: float) -> Tensor:
+    """nu of Pauloski et al., eq. 18, on the device: ``min(1, sqrt(kappa / (lr^2 p)))``.
+
+    ``inner_product`` is the sum over blocks of |<preconditioned, plain gradient>|.
+    """
+    bound = math.sqrt(kl_clip) / max(lr, torch.finfo(torch.float64).tiny)
+    return (bound / inner_product.sqrt()).clamp(max=1.0)
+
+
+def rescale_norm(weight: Tensor, outputs: int) -> Tensor:
+    """The weight at norm sqrt(2 d_out): SP-NGD, eq. 24."""
+    return weight * (math.sqrt(2.0 * outputs) / (weight.norm() + RESCALE_EPS))

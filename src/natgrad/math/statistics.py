@@ -1,0 +1,68 @@
+"""Second moments of layer inputs and output gradients, as sums.
+
+Every function returns a *sum* over examples and positions, in float32 or better; the
+caller divides the small result by a count. Convolutions are in `convolution.py`.
+
+Letters: b rows (examples x positions), n inputs, m outputs, c channels, e examples.
+"""
+
+import torch
+from torch import Tensor
+
+
+def widen(x: Tensor) -> Tensor:
+    """``x`` in float32 if it is in a narrower floating type, else as it is."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Sum of outer products of the rows of ``(b, n)``: ``(1, n, n)``."""
+    rows = widen(rows)
+    return (rows.T @ rows).unsqueeze(0)
+
+
+def append_ones(moment: Tensor, sums: Tensor, count: int) -> Tensor:
+    """Border a sum of a a^T ``(s, n, n)`` as if each a ended with a 1.
+
+    ``sums`` ``(s, n)`` is the sum of the a, ``count`` how many they are.
+    """
+    stack, size, _ = moment.shape
+    bordered = moment.new_empty(stack, size + 1, size + 1)
+    bordered[:, :size, :size] = moment
+    bordered[:, :size, size] = sums
+    bordered[:, size, :size] = sums
+    bordered[:, size, size] = count
+    return bordered
+
+
+def input_moment(rows: Tensor, *, bias: bool) -> Tensor:
+    """Sum of a a^T over rows ``(b, n)``; with ``bias`` a has a last entry of 1."""
+    rows = widen(rows)
+    moment = gram(rows)
+    if not bias:
+        return moment
+    return append_ones(moment, rows.sum(0).unsqueeze(0), rows.shape[0])
+
+
+def index_counts(indices: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """How often each of ``size`` indices occurs: the diagonal A of one-hot inputs."""
+    counts = torch.bincount(indices.flatten(), minlength=size)
+    return counts.to(dtype).unsqueeze(0)
+
+
+def unit_moment(grads: Tensor) -> Tensor:
+    """Per-example gradients ``(e, c, p)`` -> sum of outer products ``(c, p, p)``.
+
+    p is 2 for (gamma, beta) and 1 for gamma alone (SP-NGD, eq. 15-16).
+    """
+    return torch.einsum("ecp,ecq->cpq", grads, grads)
+
+
+def diagonal_moment(grads: Tensor) -> Tensor:
+    """Per-example gradients ``(e, c, p)`` -> sum of squares ``(1, c * p)``."""
+    return grads.square().sum(0).reshape(1, -1)
+
+
+def full_moment(grads: Tensor) -> Tensor:
+    """Per-example gradients ``(e, c, p)`` -> ``(1, c * p, c * p)``."""
+    return gram(grads.flatten(1))

@@ -1,0 +1,244 @@
+"""SPNGD: scalable and practical natural gradient descent, a complete optimizer."""
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from natgrad import config
+from natgrad.comm import CommOptions
+from natgrad.config import Curvature, require_number
+from natgrad.engine import Engine
+from natgrad.layers import Block
+from natgrad.math.precondition import RESCALE_EPS
+from natgrad.math.statistics import widen
+from natgrad.optimizer_state import travel_with
+from natgrad.plan import Strategy
+from natgrad.refresh import Adaptive, Refresh
+from natgrad.users import Inspectable
+
+DEFAULT_REFRESH = Adaptive()
+
+
+class SPNGD(Inspectable, Optimizer):
+    """Natural gradient descent with momentum (Osawa et al. 2020, SP-NGD).
+
+    ``w <- w - lr (F + damping I)^-1 gradient + momentum v``, where v is the last change
+    of w (eq. 23). Parameters without a block follow the same rule with their plain
+    gradient. On several ranks it reduces gradients itself: give it the plain module,
+    not one wrapped in `DistributedDataParallel`. ::
+
+        optimizer = natgrad.SPNGD(model, lr=0.02, momentum=0.9, damping=1e-3)
+
+    Args:
+        model: the module to train.
+        lr: learning rate, > 0. LR schedulers and parameter groups can change it.
+        momentum: weight of the last change, in [0, 1). With
+            `natgrad.schedules.PolynomialDecay` it follows the learning rate (eq. 22).
+        weight_decay: times the weight, is added to the gradient before preconditioning.
+        rescale_weights: keep the weight of linear and convolution layers at norm
+            sqrt(2 d_out) (eq. 24).
+        param_groups: groups made of ``named_parameters``, for options of their own; all
+            parameters of the model in one group by default.
+        damping, damping_style, decay, refresh, fisher, loss, accumulation, sharing,
+            norm, norm_damping_ratio, skip, grad_scaler, strategy, placement, comm,
+            group: as for `KFAC`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        rescale_weights: bool = False,
+        param_groups: Iterable[dict[str, Any]] | None = None,
+        damping: config.Damping = 1e-3,
+        damping_style: config.DampingStyle = "factored",
+        decay: float = 0.0,
+        refresh: Refresh = DEFAULT_REFRESH,
+        fisher: config.Fisher = "empirical",
+        loss: config.Loss = "mean",
+        accumulation: config.Accumulation = "mean",
+        sharing: config.Sharing = "expand",
+        norm: config.Norm = "unit",
+        norm_damping_ratio: float = 1.0,
+        skip: Collection[str] = (),
+        grad_scaler: torch.amp.GradScaler | None = None,
+        strategy: str | Strategy = "spngd",
+        placement: str = "longest_first",
+        comm: CommOptions | None = None,
+        group: Any = None,
+    ) -> None:
+        require_number("lr", lr, "a number > 0", above=0.0)
+        require_number("momentum", momentum, "in [0, 1)", low=0.0, below=1.0)
+        require_number("weight_decay", weight_decay, "a number >= 0", low=0.0)
+        if isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                "SPNGD reduces gradients itself: give it ddp.module, and call that "
+                "module in the loop instead of the DistributedDataParallel wrapper."
+            )
+        curvature = Curvature(
+            damping=damping,
+            damping_style=damping_style,
+            decay=decay,
+            refresh=refresh,
+            fisher=fisher,
+            loss=loss,
+            accumulation=accumulation,
+            sharing=sharing,
+            norm=norm,
+            norm_damping_ratio=norm_damping_ratio,
+            skip=skip,
+        )
+        self.engine = Engine(
+            model,
+            curvature,
+            strategy=strategy,
+            placement=placement,
+            comm=comm or CommOptions(),
+            group=group,
+            grad_scaler=grad_scaler,
+        )
+        self.rescale_weights = rescale_weights
+        groups = param_groups or [{"params": list(model.named_parameters())}]
+        Optimizer.__init__(
+            self,
+            groups,
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+        )
+        self._handles = travel_with(self, _Curvature(self.engine))
+
+    @torch.no_grad()
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """One update of the weights (SP-NGD, Algorithm 3, from Stage 2 on).
+
+        If a gradient on any rank is not finite, nothing changes.
+        """
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        engine = self.engine
+        engine.require_open()
+        captured, sums = engine.reduce_statistics()
+        gradients = engine.reduce_gradients()
+        verdict = engine.agree(captured)
+        if not verdict.finite:
+            engine.skip_step()
+            return value
+        engine.refresh(sums, captured.forwards, verdict)
+        updates = engine.precondition(self._decayed(gradients))
+        mine = [engine.block[n] for n in updates if n in verdict.present]
+        self._update(mine, updates)
+        self._share_weights(mine, verdict.present)
+        engine.end()
+        return value
+
+    def _decayed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients with the weight decay of their group."""
+        group_of = self._group_of()
+        for name, g in gradients.items():
+            block = self.engine.block[name]
+            decay = group_of[id(block.parameters[0])]["weight_decay"]
+            if decay:
+                gradients[name] = g + decay * block.fold(list(block.parameters))
+        return gradients
+
+    def _update(self, blocks: list[Block], updates: dict[str, Tensor]) -> None:
+        """eq. 23 and 24 for the blocks that this rank works on, a group at a time."""
+        group_of = self._group_of()
+        by_group: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for block in blocks:
+            pairs = zip(block.parameters, block.unfold(updates[block.name]), strict=True)
+            for p, update in pairs:
+                by_group.setdefault(id(group_of[id(p)]), []).append((p, update))
+        for group in self.param_groups:
+            pairs = by_group.get(id(group), [])
+            if pairs:
+                self._move(group, [p for p, _ in pairs], [u for _, u in pairs])
+        if self.rescale_weights:
+            self._rescale([b for b in blocks if b.kind is not None and b.kind.rescaled])
+
+    def _move(
+        self, group: dict[str, Any], params: list[Tensor], updates: list[Tensor]
+    ) -> None:
+        velocity = [self._velocity(p) for p in params]
+        torch._foreach_mul_(velocity, group["momentum"])
+        torch._foreach_add_(velocity, updates, alpha=-group["lr"])
+        torch._foreach_add_(params, velocity)
+
+    def _velocity(self, p: Tensor) -> Tensor:
+        """v = w(t) - w(t-1), in float32 or better; zero before the first step."""
+        state = self.state[p]
+        if "velocity" not in state:
+            state["velocity"] = torch.zeros_like(widen(p))
+        return state["velocity"]
+
+    def _rescale(self, blocks: list[Block]) -> None:
+        """eq. 24; the rescaling is part of the last change of w."""
+        weights: list[Tensor] = [b.parameters[0].detach() for b in blocks]
+        if not weights:
+            return
+        before = torch._foreach_add(weights, 0.0)
+        factors = [
+            math.sqrt(2.0 * b.spec.stack * b.spec.rows) / (norm + RESCALE_EPS)
+            for b, norm in zip(blocks, torch._foreach_norm(weights), strict=True)
+        ]
+        torch._foreach_mul_(weights, factors)
+        velocity = [self._velocity(b.parameters[0]) for b in blocks]
+        torch._foreach_add_(velocity, torch._foreach_sub(weights, before))
+
+    def _share_weights(self, mine: list[Block], present: frozenset[str]) -> None:
+        """Stage 5: every rank gets the weights that another rank has updated."""
+        if self.engine.comm.world == 1:
+            return
+        weights = {b.name: b.fold(list(b.parameters)) for b in mine}
+        for name, stack in self.engine.share(weights, present).items():
+            block = self.engine.block[name]
+            if name not in weights:
+                for p, x in zip(block.parameters, block.unfold(stack), strict=True):
+                    p.copy_(x)
+
+    def _group_of(self) -> dict[int, dict[str, Any]]:
+        groups = {id(p): g for g in self.param_groups for p in g["params"]}
+        for block in self.engine.blocks:
+            if any(id(p) not in groups for p in block.parameters):
+                raise ValueError(
+                    f"The parameters of {block.name} are in no parameter group. Must be "
+                    "in one, or have requires_grad=False."
+                )
+        return groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """Momentum, groups, and the statistics under a key of their own."""
+        return Optimizer.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Continue from a `state_dict` of the same model and options."""
+        Optimizer.load_state_dict(self, state_dict)
+
+    def __repr__(self) -> str:
+        return Optimizer.__repr__(self)
+
+    def close(self) -> None:
+        """Remove every hook from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.engine.close()
+
+
+class _Curvature:
+    """The statistics of an optimizer, apart from the rest of its state."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.state_dict = engine.state_dict
+        self.load_state_dict = engine.load_state_dict
