@@ -1,0 +1,96 @@
+"""Upper triangles of symmetric matrices as one flat vector.
+
+A stack of symmetric matrices (s, n, n) travels as its s upper triangles, row by row:
+s * n * (n + 1) / 2 elements instead of s * n * n.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# Up to this size index tensors are kept (2.5 MB at most a size). Above it they would
+# weigh more than the matrices (85 MB for n = 4608), so rows are copied as views.
+SMALL = 640
+
+
+def pack(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Upper triangles of ``x`` (s, n, n), row by row, as one vector.
+
+    Only the upper triangle is read. ``out`` (s * n * (n + 1) / 2,) is filled and
+    returned if given.
+    """
+    if x.dim() != 3 or x.shape[1] != x.shape[2]:
+        raise ValueError(f"Invalid x.shape={tuple(x.shape)}. Must be (s, n, n).")
+    stack, size = x.shape[:2]
+    flat = _destination(out, (stack * packed_size(size),), x)
+    source, target = x.reshape(stack, -1), flat.view(stack, -1)
+    if size <= SMALL:
+        torch.index_select(source, 1, _upper_index(size, x.device), out=target)
+    else:
+        pieces = [length for i in range(size) for length in (i, size - i)]
+        torch.cat(torch.split(source, pieces, dim=1)[1::2], dim=1, out=target)
+    return flat
+
+
+def unpack(flat: Tensor, stack: int, size: int, out: Tensor | None = None) -> Tensor:
+    """The symmetric matrices (stack, size, size) that ``pack`` flattened.
+
+    ``out`` (stack, size, size) is filled and returned if given.
+    """
+    expected = (stack * packed_size(size),)
+    if flat.shape != expected:
+        raise ValueError(
+            f"Invalid flat.shape={tuple(flat.shape)}. Must be {expected} for "
+            f"stack={stack}, size={size}."
+        )
+    x = _destination(out, (stack, size, size), flat)
+    if size <= SMALL:
+        index = _square_index(size, flat.device)
+        rows = flat.reshape(stack, -1)
+        torch.index_select(rows, 1, index, out=x.view(stack, -1))
+        return x
+    upper = torch.ones(size, size, dtype=torch.bool, device=flat.device).triu_()
+    return _mirror(x.masked_scatter_(upper, flat))
+
+
+def packed_size(size: int) -> int:
+    """Elements in the upper triangle of a matrix of ``size`` rows."""
+    return size * (size + 1) // 2
+
+
+def _destination(out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    if out is None:
+        return like.new_empty(shape)
+    if out.dtype != like.dtype:
+        raise ValueError(f"Invalid out.dtype={out.dtype}. Must be {like.dtype}.")
+    if out.shape != shape or not out.is_contiguous():
+        raise ValueError(
+            f"Invalid out.shape={tuple(out.shape)}, stride={out.stride()}. "
+            f"Must be {shape}, contiguous."
+        )
+    return out
+
+
+@lru_cache(maxsize=256)
+def _upper_index(size: int, device: torch.device) -> Tensor:
+    row, col = torch.triu_indices(size, size, device=device)
+    return (row * size + col).int()
+
+
+@lru_cache(maxsize=256)
+def _square_index(size: int, device: torch.device) -> Tensor:
+    row = torch.arange(size, device=device)[:, None]
+    low, high = torch.minimum(row, row.T), torch.maximum(row, row.T)
+    return (low * size - low * (low - 1) // 2 + high - low).flatten().int()
+
+
+def _mirror(x: Tensor, block: int = 128) -> Tensor:
+    """Copy the upper triangles of ``x`` onto the lower ones, in place."""
+    size = x.shape[-1]
+    for start in range(0, size, block):
+        end = min(start + block, size)
+        corner = x[:, start:end, start:end]
+        corner.copy_(corner.triu() + corner.triu(1).mT)
+        x[:, end:, start:end] = x[:, start:end, end:].mT
+    return x
