@@ -1,0 +1,31 @@
+"""Every dataset by name."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from natgrad_lab.data.dataset import Dataset
+from natgrad_lab.data.folders import DataError, data_root
+
+NAMES = ("digits", "cifar10", "fashion_mnist", "imagenet", "text")
+
+
+def load(
+    name: str = "digits", root: str | Path | None = None, **options: Any
+) -> Dataset:
+    """Read a dataset.
+
+    Args:
+        name: one of `NAMES`.
+        root: the folder of all datasets; see `data_root`.
+        **options: the dataset's own: `block` for text, `threads` for imagenet.
+
+    Raises:
+        DataError: a file is missing or wrong.
+    """
+    if name not in NAMES:
+        raise DataError(f"Invalid data {name=}. Must be one of {', '.join(NAMES)}.")
+    # imported on demand: only digits needs scikit-learn, only imagenet pillow
+    read: Callable[..., Dataset] = import_module(f"natgrad_lab.data.{name}").load
+    return read(data_root(root), **options)
