@@ -16,7 +16,7 @@ when the losses of k micro-batches were each divided by k. An AMP loss scale S
 multiplies g and is divided out again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +49,7 @@ class Captured:
     """The raw sums of a step, by statistic name, with what they are divided by."""
 
     sums: dict[str, Tensor] = field(default_factory=lambda: {})
+    calls: dict[str, int] = field(default_factory=lambda: {})
     positions: dict[str, int] = field(default_factory=lambda: {})
     terms: dict[str, dict[int, int]] = field(default_factory=lambda: {})
 
@@ -74,7 +75,8 @@ class Capture:
 
     Attributes:
         due: names of the statistics to estimate; set by the owner before a forward.
-        on_ready: called with a statistic's name each time its sum has grown.
+        on_growth: called with a statistic's name each time its sum has grown.
+        on_abandon: called when a step's captures are dropped because it was skipped.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class Capture:
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.due: frozenset[str] = frozenset()
-        self.on_ready: Callable[[str], None] | None = None
+        self.on_growth: Callable[[str], None] | None = None
+        self.on_abandon: Callable[[], None] | None = None
         self.fired: set[str] = set()
         self._model = model
         self._loss = loss
@@ -110,9 +113,10 @@ class Capture:
                     module.register_forward_hook(hook, with_kwargs=True)
                 )
 
-    def sums(self) -> dict[str, Tensor]:
-        """The sums so far, by statistic name."""
-        return self._captured.sums
+    @property
+    def current(self) -> Captured:
+        """What was captured so far in this step."""
+        return self._captured
 
     def take(self) -> Captured:
         """What was captured since the last `take`, which begins anew."""
@@ -126,7 +130,7 @@ class Capture:
         self._terms = terms
 
     @contextmanager
-    def sampling(self) -> Iterator[None]:
+    def sampling(self) -> Generator[None]:
         """While open, backward passes are those of sampled labels."""
         self._sampling = True
         try:
@@ -150,6 +154,8 @@ class Capture:
         # gradients mean that a step was skipped (an AMP overflow, say).
         if self._sentinel is not None and self._sentinel.grad is None:
             self.take()
+            if self.on_abandon is not None:
+                self.on_abandon()
         self._forward += 1
         self._loss_scale = None
         self._batch = _batch_size((args, kwargs))
@@ -228,8 +234,9 @@ class Capture:
             if kind in POSITION_KINDS:
                 seen = into.positions.get(name, 0)
                 into.positions[name] = seen + call.observed.positions
-            if self.on_ready is not None:
-                self.on_ready(name)
+            into.calls[name] = into.calls.get(name, 0) + 1
+            if self.on_growth is not None:
+                self.on_growth(name)
 
 
 def _batch_size(tree: Any) -> int:

@@ -48,7 +48,7 @@ class KFAC(Inspectable):
             over ``"tokens"`` (examples and positions).
         accumulation: whether losses of k micro-batches were divided by k (``"mean"``)
             or not (``"sum"``).
-        sharing: ``"expand"`` or ``"reduce"``, for linear layers with more than two dims.
+        sharing: ``"expand"`` or ``"reduce"``: linear layers with more than two dims.
         norm: blocks of normalisation layers: ``"skip"``, ``"unit"``, ``"diag"`` or
             ``"full"``.
         norm_damping_ratio: multiplies the damping of normalisation layers.
@@ -137,7 +137,7 @@ class KFAC(Inspectable):
             engine.skip_step()
             return
         engine.refresh(sums, captured.forwards, verdict)
-        updates = engine.precondition(gradients)
+        updates = engine.precondition(gradients, verdict.present)
         scale = self._kl_scale(gradients, updates)
         updates = engine.share(updates, verdict.present)
         engine.write_gradients(updates, scale)
@@ -152,10 +152,12 @@ class KFAC(Inspectable):
         products = [
             (updates[name] * gradients[name]).sum().abs()
             for name in updates
-            if self.engine.counts_for_clip(name)
+            if self.engine.block[name].kind is not None
+            # several ranks may work on a block: the first counts it
+            and self.engine.plan.workers[name][0] == self.engine.comm.rank
         ]
-        total = torch.stack(products).sum() if products else self.engine.zero()
-        total = self.engine.comm.agree(total.reshape(1))[0]
+        zero = self.engine.like.new_zeros(1)
+        total = self.engine.comm.agree(sum(products, start=zero))[0]
         return kl_scale(total, self.kl_clip, self._learning_rate())
 
     def _learning_rate(self) -> float:

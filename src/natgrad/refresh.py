@@ -29,8 +29,8 @@ class Timing:
 class Refresh(ABC):
     """A rule that says when statistics and inverses are made anew."""
 
-    judges: bool = False
-    """Whether the rule compares each new inverse with the two before it."""
+    tolerance: float | None = None
+    """If set, owners compare each new inverse with the two before it, and `judge`."""
 
     @abstractmethod
     def after_statistic(self, step: int, timing: Timing) -> int:
@@ -106,11 +106,7 @@ class Scheduled(Refresh):
                 f"Invalid rule={self.rule!r}. Must be one of {legal}, or a function "
                 "from the epoch to an interval."
             )
-        if not isinstance(self.always_fresh, int) or self.always_fresh < 0:
-            raise ValueError(
-                f"Invalid always_fresh={self.always_fresh!r}. "
-                "Must be an integer >= 0."
-            )
+        _require_interval("always_fresh", self.always_fresh, least=0)
 
     def interval(self, step: int) -> int:
         """Steps from a refresh at ``step`` to the next one."""
@@ -134,14 +130,12 @@ class Adaptive(Refresh):
     before: similar means a relative Frobenius distance under ``tolerance``.
     """
 
-    tolerance: float = 0.1
-    judges = True
+    tolerance: float = 0.1  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.tolerance, int | float) and self.tolerance > 0):
-            raise ValueError(
-                f"Invalid tolerance={self.tolerance!r}. Must be a number > 0."
-            )
+        value: Any = self.tolerance
+        if not (isinstance(value, int | float) and 0 < value < float("inf")):
+            raise ValueError(f"Invalid tolerance={value!r}. Must be a number > 0.")
 
     def after_statistic(self, step: int, timing: Timing) -> int:
         return step + timing.interval
@@ -166,6 +160,6 @@ def _interval_at(name: str, interval: Interval, at: int) -> int:
     return value
 
 
-def _require_interval(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"Invalid {name}={value!r}. Must be an integer >= 1.")
+def _require_interval(name: str, value: Any, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"Invalid {name}={value!r}. Must be an integer >= {least}.")

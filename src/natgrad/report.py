@@ -13,7 +13,7 @@ HEADER = ("parameter", "block", "statistics", "bytes", "note")
 
 
 def registration_table(engine: "Engine") -> str:
-    """Every parameter of the model: its block kind, factor sizes, bytes, or why none."""
+    """Every parameter: its block kind, factor sizes and bytes, or why it has none."""
     block_of = {id(p): b for b in engine.blocks for p in b.parameters}
     element = engine.like.element_size()
     rows = [
@@ -23,7 +23,7 @@ def registration_table(engine: "Engine") -> str:
     covered = sum(p.numel() for b in engine.blocks if b.kind for p in b.parameters)
     total = sum(p.numel() for p in engine.model.parameters())
     blocks = sum(b.kind is not None for b in engine.blocks)
-    size = sum(s.spec.packed for s in engine.states.values()) * element
+    size = sum(s.spec.packed for s in engine.statistics.states.values()) * element
     summary = (
         f"{blocks} blocks, {covered:,} of {total:,} parameters preconditioned, "
         f"{_bytes(size)} of statistics."
@@ -33,7 +33,7 @@ def registration_table(engine: "Engine") -> str:
 
 def refresh_summary(engine: "Engine") -> dict[str, Any]:
     """Counts by statistic, and the share of bytes that was refreshed."""
-    states = engine.states.values()
+    states = engine.statistics.states.values()
     done = sum(s.spec.packed * s.timing.refreshed for s in states)
     every = sum(s.spec.packed * (s.timing.refreshed + s.timing.skipped) for s in states)
     return {

@@ -1,6 +1,5 @@
 """SPNGD: scalable and practical natural gradient descent, a complete optimizer."""
 
-import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -14,7 +13,8 @@ from natgrad.comm import CommOptions
 from natgrad.config import Curvature, require_number
 from natgrad.engine import Engine
 from natgrad.layers import Block
-from natgrad.math.precondition import RESCALE_EPS
+from natgrad.math import foreach
+from natgrad.math.precondition import rescale_factor
 from natgrad.math.statistics import widen
 from natgrad.optimizer_state import travel_with
 from natgrad.plan import Strategy
@@ -135,8 +135,9 @@ class SPNGD(Inspectable, Optimizer):
             engine.skip_step()
             return value
         engine.refresh(sums, captured.forwards, verdict)
-        updates = engine.precondition(self._decayed(gradients))
-        mine = [engine.block[n] for n in updates if n in verdict.present]
+        decayed = self._decayed(gradients)
+        updates = engine.precondition(decayed, verdict.present)
+        mine = [engine.block[name] for name in updates]
         self._update(mine, updates)
         self._share_weights(mine, verdict.present)
         engine.end()
@@ -157,7 +158,9 @@ class SPNGD(Inspectable, Optimizer):
         group_of = self._group_of()
         by_group: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for block in blocks:
-            pairs = zip(block.parameters, block.unfold(updates[block.name]), strict=True)
+            pairs = zip(
+                block.parameters, block.unfold(updates[block.name]), strict=True
+            )
             for p, update in pairs:
                 by_group.setdefault(id(group_of[id(p)]), []).append((p, update))
         for group in self.param_groups:
@@ -171,9 +174,9 @@ class SPNGD(Inspectable, Optimizer):
         self, group: dict[str, Any], params: list[Tensor], updates: list[Tensor]
     ) -> None:
         velocity = [self._velocity(p) for p in params]
-        torch._foreach_mul_(velocity, group["momentum"])
-        torch._foreach_add_(velocity, updates, alpha=-group["lr"])
-        torch._foreach_add_(params, velocity)
+        foreach.scale_(velocity, group["momentum"])
+        foreach.add_(velocity, updates, -group["lr"])
+        foreach.add_(params, velocity)
 
     def _velocity(self, p: Tensor) -> Tensor:
         """v = w(t) - w(t-1), in float32 or better; zero before the first step."""
@@ -187,14 +190,14 @@ class SPNGD(Inspectable, Optimizer):
         weights: list[Tensor] = [b.parameters[0].detach() for b in blocks]
         if not weights:
             return
-        before = torch._foreach_add(weights, 0.0)
+        before = [w.clone() for w in weights]
         factors = [
-            math.sqrt(2.0 * b.spec.stack * b.spec.rows) / (norm + RESCALE_EPS)
-            for b, norm in zip(blocks, torch._foreach_norm(weights), strict=True)
+            rescale_factor(norm, b.spec.stack * b.spec.rows)
+            for b, norm in zip(blocks, foreach.norms(weights), strict=True)
         ]
-        torch._foreach_mul_(weights, factors)
+        foreach.multiply_(weights, factors)
         velocity = [self._velocity(b.parameters[0]) for b in blocks]
-        torch._foreach_add_(velocity, torch._foreach_sub(weights, before))
+        foreach.add_(velocity, foreach.subtract(weights, before))
 
     def _share_weights(self, mine: list[Block], present: frozenset[str]) -> None:
         """Stage 5: every rank gets the weights that another rank has updated."""
@@ -212,8 +215,8 @@ class SPNGD(Inspectable, Optimizer):
         for block in self.engine.blocks:
             if any(id(p) not in groups for p in block.parameters):
                 raise ValueError(
-                    f"The parameters of {block.name} are in no parameter group. Must be "
-                    "in one, or have requires_grad=False."
+                    f"The parameters of {block.name} are in no parameter group. Must "
+                    "be in one, or have requires_grad=False."
                 )
         return groups
 

@@ -23,7 +23,14 @@ class Inspectable:
 
     def statistic(self, name: str) -> Tensor:
         """The current average of a statistic, dense: ``"fc/A"``, ``"bn1/unit"``..."""
-        return self.engine.statistic(name)
+        states = self.engine.statistics.states
+        if name not in states:
+            raise KeyError(
+                f"Unknown statistic {name!r}. Must be one of {', '.join(states)}."
+            )
+        if states[name].average is None:
+            raise RuntimeError(f"Statistic {name!r} is not kept on this rank now.")
+        return self.engine.statistics.dense(states[name])
 
     def refreshes(self) -> dict[str, Any]:
         """Refreshes done and skipped by statistic, and the reduction rate.
@@ -39,10 +46,12 @@ class Inspectable:
 
     def health(self) -> dict[str, Any]:
         """Steps skipped, estimates quarantined and inversions failed so far."""
-        states = self.engine.states.values()
+        states = self.engine.statistics.states.values()
         return {
             "skipped_steps": self.engine.skipped_steps,
-            "quarantined": {s.spec.name: s.quarantined for s in states if s.quarantined},
+            "quarantined": {
+                s.spec.name: s.quarantined for s in states if s.quarantined
+            },
             "failures": {s.spec.name: s.failures for s in states if s.failures},
         }
 
@@ -61,8 +70,8 @@ class Inspectable:
     ) -> None:
         """Estimate statistics from labels drawn from the model (``fisher="sampled"``).
 
-        Call it between the forward and ``loss.backward()``; ``.grad`` is not touched. It
-        does nothing in steps in which no statistic is due. ::
+        Call it between the forward and ``loss.backward()``; ``.grad`` is not touched.
+        It does nothing in steps in which no statistic is due. ::
 
             kfac.sampled_backward(outputs)
             criterion(outputs, labels).backward()

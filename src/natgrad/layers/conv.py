@@ -80,7 +80,7 @@ def geometry_of(module: nn.Module) -> ConvGeometry:
 def _padding(
     padding: str | tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """(before, after) for each dim; ``"same"`` puts the odd one after, as torch does."""
+    """(before, after) for each dim; as in torch, "same" puts the odd one after."""
     if padding == "valid":
         return ((0, 0),) * len(kernel)
     if padding == "same":

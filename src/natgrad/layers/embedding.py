@@ -56,9 +56,7 @@ class Embedding(LayerKind):
     def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
         return weight.T.unsqueeze(0)
 
-    def unfold(
-        self, module: nn.Module, stack: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
         return stack[0].T, None
 
     def _read(self, module: nn.Module, x: Tensor) -> Tensor:

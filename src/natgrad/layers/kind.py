@@ -112,14 +112,12 @@ class LayerKind(ABC):
         """Tensors shaped like weight and bias as one stack ``(s, m, n)``."""
 
     @abstractmethod
-    def unfold(
-        self, module: nn.Module, stack: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
         """The inverse of `fold`: views or copies shaped like weight and bias."""
 
 
 class Kronecker(LayerKind):
-    """A layer whose Fisher is ``G kron A``: outputs on the left, inputs on the right."""
+    """A layer whose Fisher is ``G kron A``: outputs left, inputs right."""
 
     rescaled = True
 
@@ -130,9 +128,7 @@ class Kronecker(LayerKind):
             return stack
         return torch.cat((stack, bias.reshape(layout.stack, layout.rows, 1)), dim=2)
 
-    def unfold(
-        self, module: nn.Module, stack: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
         shape = parameter(module, "weight").shape
         if optional_parameter(module, "bias") is None:
             return stack.reshape(shape), None

@@ -69,9 +69,7 @@ class TransposedLinear(Linear):
     def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super().fold(module, weight.T, bias)
 
-    def unfold(
-        self, module: nn.Module, stack: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
         if optional_parameter(module, "bias") is None:
             return stack[0].T, None
         return stack[0, :, :-1].T, stack[0, :, -1]

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers.kind import LayerKind, Layout, Observed, optional_parameter, parameter
+from natgrad.layers.kind import (
+    LayerKind,
+    Layout,
+    Observed,
+    optional_parameter,
+    parameter,
+)
 from natgrad.math.statistics import diagonal_moment, full_moment, unit_moment, widen
 
 FORMS = {"unit": unit_moment, "diag": diagonal_moment, "full": full_moment}
@@ -76,14 +82,14 @@ class Norm(LayerKind):
         return {self.options.norm: FORMS[self.options.norm](per_example)}
 
     def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
-        parts = [weight.flatten()] if bias is None else [weight.flatten(), bias.flatten()]
+        parts = (
+            [weight.flatten()] if bias is None else [weight.flatten(), bias.flatten()]
+        )
         pairs = torch.stack(parts, dim=-1)
         layout = self.layout(module)
         return pairs.reshape(layout.stack, 1, layout.cols)
 
-    def unfold(
-        self, module: nn.Module, stack: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
         weight = parameter(module, "weight")
         pairs = stack.reshape(weight.numel(), -1)
         shift = pairs[:, 1].reshape(weight.shape) if pairs.shape[1] == 2 else None

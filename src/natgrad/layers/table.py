@@ -33,6 +33,7 @@ TABLE: dict[type[nn.Module] | str, type[LayerKind]] = {
     "transformers.pytorch_utils.Conv1D": TransposedLinear,
 }
 
+
 def register_layer(
     module: type[nn.Module] | str, kind: type[LayerKind] | str | None
 ) -> None:
@@ -57,7 +58,7 @@ def register_layer(
         kind = kinds[kind]
     if kind is None:
         TABLE.pop(module, None)
-    elif isinstance(kind, type) and issubclass(kind, LayerKind):  # pyright: ignore[reportUnnecessaryIsInstance]
+    elif isinstance(kind, type) and issubclass(kind, LayerKind):
         TABLE[module] = kind
     else:
         raise TypeError(f"Invalid kind={kind!r}. Must be a LayerKind subclass.")

@@ -76,9 +76,7 @@ def damped_from_eigen(vectors: Tensor, values: Tensor, damping: float) -> Tensor
     return (vectors * reciprocal.unsqueeze(1)) @ vectors.mT
 
 
-def _first_rung(
-    matrices: Sequence[Tensor], dampings: Sequence[float]
-) -> list[Tensor]:
+def _first_rung(matrices: Sequence[Tensor], dampings: Sequence[float]) -> list[Tensor]:
     results: list[Tensor] = [x.new_empty(0) for x in matrices]
     for members in _batches(matrices):
         joined = torch.cat([matrices[i] for i in members])

@@ -24,10 +24,8 @@ def multiply_left(gradient: Tensor, inverse: Tensor) -> Tensor:
     return inverse @ gradient
 
 
-def apply_inverses(
-    gradient: Tensor, right: Inverse, left: Inverse | None
-) -> Tensor:
-    """``G^-1 V A^-1`` (Pauloski et al., eq. 12), or ``V F^-1`` without a left factor."""
+def apply_inverses(gradient: Tensor, right: Inverse, left: Inverse | None) -> Tensor:
+    """``G^-1 V A^-1`` (Pauloski et al., eq. 12); ``V F^-1`` with no left factor."""
     result = multiply_right(gradient, right[0])
     return result if left is None else multiply_left(result, left[0])
 
@@ -62,6 +60,6 @@ def kl_scale(inner_product: Tensor, kl_clip: float, lr: float) -> Tensor:
     return (bound / inner_product.sqrt()).clamp(max=1.0)
 
 
-def rescale_norm(weight: Tensor, outputs: int) -> Tensor:
-    """The weight at norm sqrt(2 d_out): SP-NGD, eq. 24."""
-    return weight * (math.sqrt(2.0 * outputs) / (weight.norm() + RESCALE_EPS))
+def rescale_factor(norm: Tensor, outputs: int) -> Tensor:
+    """What brings a weight of this norm to sqrt(2 d_out): SP-NGD, eq. 24."""
+    return math.sqrt(2.0 * outputs) / (norm + RESCALE_EPS)

@@ -1,11 +1,13 @@
 """Is a statistic stale? SP-NGD, Algorithm 2."""
 
+import torch
 from torch import Tensor
 
 
 def is_similar(new: Tensor, old: Tensor, tolerance: float) -> bool:
     """Whether ``||new - old||_F / ||old||_F < tolerance``."""
-    return bool((new - old).norm() < tolerance * old.norm())
+    distance = torch.linalg.vector_norm(new - old)
+    return bool(distance < tolerance * torch.linalg.vector_norm(old))
 
 
 def next_interval(

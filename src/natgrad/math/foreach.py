@@ -1,0 +1,35 @@
+"""Many tensors at once: torch's foreach functions, which torch.optim is built on.
+
+They are private to torch but stable; this is the one place that names them.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def scale_(xs: Sequence[Tensor], factor: float) -> None:
+    """``x <- factor x``, in place."""
+    torch._foreach_mul_(list(xs), factor)
+
+
+def multiply_(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """``x <- x * factor``, each with its own factor."""
+    torch._foreach_mul_(list(xs), list(factors))
+
+
+def add_(xs: Sequence[Tensor], ys: Sequence[Tensor], alpha: float = 1.0) -> None:
+    """``x <- x + alpha y``, in place."""
+    torch._foreach_add_(list(xs), list(ys), alpha=alpha)
+
+
+def subtract(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+    """``x - y``."""
+    return list(torch._foreach_sub(list(xs), list(ys)))
+
+
+def norms(xs: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each."""
+    return list(torch._foreach_norm(list(xs)))

@@ -1,0 +1,132 @@
+"""What leaves a rank while its backward still runs.
+
+Note [Overlap]
+An `Outbox` opens a flight of an exchange before the backward and puts an item on it as
+soon as the item is complete; the communicator sends full buckets at once, so that
+communication runs under the rest of the backward. A statistic is complete when its
+layer has run as often as in the last step that estimated it; a gradient, when autograd
+has accumulated it. If more comes after all (a second micro-batch), the rest is put on
+the same flight later: sums may arrive in parts.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from natgrad.capture import Captured
+from natgrad.comm import Communicator, Flight
+from natgrad.layers import Block
+from natgrad.statistics import flatten, trace
+
+
+class StatisticsOutbox:
+    """Sends the sums of due statistics to their owners."""
+
+    def __init__(self, comm: Communicator, like: Tensor, overlap: bool) -> None:
+        self._comm, self._like, self._overlap = comm, like, overlap
+        self._expected: dict[str, int] = {}
+        self._flight: Flight | None = None
+        self._names: list[str] = []
+        self.traces: dict[str, Tensor] = {}
+
+    def open(self, names: Sequence[str]) -> None:
+        """Begin a step that estimates these statistics."""
+        self._names, self.traces = list(names), {}
+        self._flight = self._comm.begin(
+            "reduce_statistics", self._names, self._like.dtype, self._like.device
+        )
+
+    def grown(self, name: str, captured: Captured) -> None:
+        """A statistic's sum has grown; send it if that was the last part."""
+        complete = captured.calls[name] >= self._expected.get(name, 1)
+        if self._overlap and complete:
+            self._send(name, captured.sums.pop(name))
+
+    def finish(self, captured: Captured) -> dict[str, Tensor]:
+        """Send what is left; returns the packed sums of owned statistics."""
+        assert self._flight is not None
+        for name in self._names:
+            if name in captured.sums:
+                self._send(name, captured.sums.pop(name))
+            self.traces.setdefault(name, self._like.new_zeros(()))
+        self._expected |= captured.calls
+        return self._flight.finish()
+
+    def abandon(self) -> None:
+        """Throw away what was sent of a step that never came to its end."""
+        assert self._flight is not None
+        self._flight.finish()
+        self.open(self._names)
+
+    def _send(self, name: str, x: Tensor) -> None:
+        assert self._flight is not None
+        part = trace(x)
+        self.traces[name] = self.traces[name] + part if name in self.traces else part
+        self._flight.put(name, flatten(x))
+
+
+class GradientOutbox:
+    """Sends gradients to the ranks that work on them, block by block.
+
+    A block sent before its gradient was complete is followed by the difference, for
+    which the part already sent is remembered.
+    """
+
+    def __init__(
+        self, comm: Communicator, like: Tensor, blocks: Sequence[Block], overlap: bool
+    ) -> None:
+        self._comm, self._like, self._blocks = comm, like, blocks
+        self._sent: dict[str, Tensor] = {}
+        self._arrived: dict[str, int] = {}
+        self._flight: Flight | None = None
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        if overlap:
+            for block in blocks:
+                for p in block.parameters:
+                    handle = p.register_post_accumulate_grad_hook(self._hook(block))
+                    self.handles.append(handle)
+
+    def open(self) -> None:
+        """Begin a step."""
+        self._sent, self._arrived = {}, {}
+        names = [b.name for b in self._blocks]
+        self._flight = self._comm.begin(
+            "reduce_gradients", names, self._like.dtype, self._like.device
+        )
+
+    def finish(self) -> dict[str, Tensor]:
+        """Send what is left; returns the flat sums of the blocks worked on here."""
+        assert self._flight is not None
+        for block in self._blocks:
+            if block.name not in self._sent:
+                self._send(block)
+            elif self._arrived[block.name] > len(block.parameters):
+                gradient = block.gradient()
+                assert gradient is not None
+                rest = gradient.flatten() - self._sent[block.name]
+                self._flight.put(block.name, rest)
+        return self._flight.finish()
+
+    def abandon(self) -> None:
+        """Throw away what was sent of a step that never came to its end."""
+        assert self._flight is not None
+        self._flight.finish()
+        self.open()
+
+    def _hook(self, block: Block) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            count = self._arrived.get(block.name, 0) + 1
+            self._arrived[block.name] = count
+            if count == len(block.parameters):
+                self._send(block)
+
+        return arrived
+
+    def _send(self, block: Block) -> None:
+        assert self._flight is not None
+        with torch.no_grad():
+            gradient = block.gradient()
+            if gradient is not None:
+                self._sent[block.name] = gradient.flatten().clone()
+                self._flight.put(block.name, self._sent[block.name])

@@ -1,0 +1,64 @@
+"""What all ranks know alike of a step.
+
+Note [One decision on all ranks]
+Ranks must agree on what is refreshed, skipped and quarantined, or they would wait for
+each other for ever. Everything such a decision needs goes through `Communicator.agree`
+(a small sum over ranks): whether gradients are finite, which blocks have one, each due
+statistic's trace and count, and what owners found when they inverted. The traces also
+give every rank the mean eigenvalues for the pi-split, whoever owns the factors.
+Reading the verdict is the step's one synchronisation.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.comm import Communicator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Sums over ranks, read once.
+
+    Attributes:
+        finite: whether every gradient on every rank is.
+        present: names of the blocks that have a gradient on some rank.
+        traces, counts: of each due statistic's sum, by name.
+    """
+
+    finite: bool
+    present: frozenset[str]
+    traces: dict[str, float]
+    counts: dict[str, float]
+
+    def usable(self, name: str) -> bool:
+        """Whether a due statistic was seen at all, and is finite."""
+        return math.isfinite(self.traces[name]) and self.counts[name] > 0
+
+
+def reach_verdict(
+    comm: Communicator,
+    *,
+    norm: Tensor,
+    blocks: dict[str, bool],
+    traces: dict[str, Tensor],
+    counts: Sequence[float],
+) -> Verdict:
+    """Sum what each rank knows; ``norm`` is finite just when all its gradients are.
+
+    ``blocks`` says which have a gradient here; ``counts`` go with ``traces``.
+    """
+    host = norm.new_tensor([*blocks.values(), *counts], dtype=torch.float64)
+    device = torch.stack([norm, *traces.values()]).double()
+    total: list[float] = comm.agree(torch.cat((device, host))).tolist()
+    first, second = 1 + len(traces), 1 + len(traces) + len(blocks)
+    present = zip(blocks, total[first:second], strict=True)
+    return Verdict(
+        finite=math.isfinite(total[0]),
+        present=frozenset(name for name, n in present if n > 0),
+        traces=dict(zip(traces, total[1:first], strict=True)),
+        counts=dict(zip(traces, total[second:], strict=True)),
+    )
