@@ -5,7 +5,12 @@ Ours. `natgrad demo` runs sgd, kfac and spngd of these.
 
 from natgrad_lab.recipes.recipe import Recipe
 from natgrad_lab.recipes.small import rules
-from natgrad_lab.train.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
+from natgrad_lab.train.config import (
+    DataConfig,
+    ModelConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
 SOURCE = "natgrad, embedded data"
 

@@ -5,7 +5,12 @@ Ours: every method of the comparison with the same budget and schedule.
 
 from natgrad_lab.recipes.recipe import Recipe
 from natgrad_lab.recipes.small import rules
-from natgrad_lab.train.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
+from natgrad_lab.train.config import (
+    DataConfig,
+    ModelConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
 SOURCE = "natgrad"
 BATCHES = (128, 2048)

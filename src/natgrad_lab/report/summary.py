@@ -85,7 +85,5 @@ def waiting(trains: Sequence[Record]) -> float:
 
 
 def reduction(trains: Sequence[Record]) -> float | None:
-    """Share of refreshes that were done; None without statistics."""
-    last = trains[-1] if trains else {}
-    count = last.get("refreshed", 0) + last.get("skipped", 0)
-    return last["refreshed"] / count if count else None
+    """Share of the statistics' bytes that was refreshed; None without statistics."""
+    return trains[-1].get("reduction") if trains else None

@@ -26,9 +26,9 @@ class ModelConfig:
     name: str = "resnet8"
     """Model name, for example resnet20, resnet50, mlp, vit, gpt."""
     width: int | None = None
-    """Channels of the first stage or size of a hidden layer. None: the model's own."""
+    """Width of the CIFAR ResNets, vit and gpt. None: the model's own."""
     channels_last: bool | None = None
-    """Memory layout of images. None: channels_last on GPUs, where it is faster."""
+    """Memory layout of images. None: channels_last where it is faster."""
 
     def __post_init__(self) -> None:
         width = self.width
@@ -41,8 +41,8 @@ class DataConfig:
 
     name: str = "digits"
     """Data set name: digits, cifar10, fashion_mnist, imagenet, text."""
-    root: Path = Path("data")
-    """Folder with the data sets (digits needs none)."""
+    root: Path | None = None
+    """Folder of all data sets. None: $NATGRAD_DATA, or the user's cache."""
     augment: bool = True
     """Random crops and flips, where the data set has them."""
     mixup: float = 0.0
@@ -180,7 +180,9 @@ class RefreshConfig:
         require(self.inverses >= 1, "refresh.inverses", self.inverses, ">= 1")
         tolerance = self.tolerance
         require(0 < tolerance < 1, "refresh.tolerance", tolerance, "in (0, 1)")
-        require(self.decay_factor >= 1, "refresh.decay_factor", self.decay_factor, ">= 1")
+        require(
+            self.decay_factor >= 1, "refresh.decay_factor", self.decay_factor, ">= 1"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +193,7 @@ class ScheduleConfig:
     """constant, steps (003), polynomial (001 eq. 21) or cosine."""
     warmup_epochs: float = 0.0
     """Linear warmup from lr * warmup_start to lr."""
-    warmup_start: float = 0.0
+    warmup_start: float = 0.1
     """First factor of the warmup."""
     decay_epochs: tuple[float, ...] = ()
     """steps: epochs at which the learning rate is multiplied by decay_factor."""

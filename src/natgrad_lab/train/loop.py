@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from natgrad_lab import models
+from natgrad_lab import data, models
+from natgrad_lab.data import Dataset
+from natgrad_lab.errors import UserError
 from natgrad_lab.train import checkpoint
 from natgrad_lab.train.feed import Feed
 from natgrad_lab.train.methods import make
@@ -50,12 +52,20 @@ class Trainer:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         self.micro, self.forwards = self.config.accumulation(world.size)
-        self.feed = Feed(self.config, world, self.micro)
+        dataset = data.load(self.config.data.name, self.config.data.root)
         torch.manual_seed(self.config.seed)
-        self.model = self._build_model()
-        self.method = make(self.model, self.config, examples=self.feed.examples)
-        reduces = self.method.reduces
-        self.replica = self.model if reduces else world.data_parallel(self.model)
+        self.model, layout = self._build_model(dataset)
+        self.feed = Feed(
+            dataset,
+            self.config,
+            world,
+            micro=self.micro,
+            channels_last=layout == torch.channels_last,
+        )
+        # SPNGD averages gradients itself; the others see DDP's averages.
+        alone = self.config.optimizer.name == "spngd"
+        self.replica = self.model if alone else world.data_parallel(self.model)
+        self.method = make(self.replica, self.config, examples=self.feed.examples)
         # Weights start alike; what is drawn from here on (dropout, sampled labels)
         # must differ from rank to rank.
         torch.manual_seed(self.config.seed * 100_003 + world.rank)
@@ -77,8 +87,13 @@ class Trainer:
                 self._write("resume", epoch=self.epoch)
             ending = self._steps(request, bar)
             self._write("end", reason=ending.reason, seconds=self.clock.total)
-        self.method.close()
+        self.close()
         return ending
+
+    def close(self) -> None:
+        """Remove hooks and stop the loaders."""
+        self.method.close()
+        self.feed.close()
 
     @property
     def epoch(self) -> float:
@@ -127,10 +142,11 @@ class Trainer:
 
     def _criterion(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy over examples and, for text, positions."""
-        flat = labels.flatten() if not labels.is_floating_point() else labels
-        smoothing = self.config.data.label_smoothing
         rows = outputs.flatten(0, -2)
-        return F.cross_entropy(rows, flat, label_smoothing=smoothing)
+        if labels.is_floating_point():  # probabilities, already smoothed
+            return F.cross_entropy(rows, labels)
+        smoothing = self.config.data.label_smoothing
+        return F.cross_entropy(rows, labels.flatten(), label_smoothing=smoothing)
 
     @torch.no_grad()
     def _evaluate(self, bar: Bar) -> None:
@@ -204,15 +220,21 @@ class Trainer:
         self._loss.copy_(state["loss"])
         self.step = state["step"]
 
-    def _build_model(self) -> nn.Module:
+    def _build_model(self, dataset: Dataset) -> tuple[nn.Module, torch.memory_format]:
         settings = self.config.model
         options = {} if settings.width is None else {"width": settings.width}
-        shape, classes = self.feed.shape, self.feed.classes
-        model = models.build_for(settings.name, shape, classes, **options)
+        classes = len(dataset.classes)
+        try:
+            model = models.build_for(settings.name, dataset.shape, classes, **options)
+        except TypeError as error:
+            what = f"model {settings.name} on {dataset.name}"
+            raise UserError(f"Cannot build {what}: {error}") from error
+        layout = models.fastest_layout(model)
+        if settings.channels_last is not None:
+            last = settings.channels_last
+            layout = torch.channels_last if last else torch.contiguous_format
         model = model.to(self.world.device)
-        if self.feed.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return model
+        return model.to(memory_format=layout), layout  # type: ignore[call-overload]
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

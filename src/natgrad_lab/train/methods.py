@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from natgrad import KFAC, SPNGD
 from natgrad_lab.errors import UserError
 from natgrad_lab.train.config import CurvatureConfig, TrainConfig
 from natgrad_lab.train.schedules import make_damping, make_refresh
@@ -26,14 +27,14 @@ class Method:
     """
 
     optimizer: Optimizer
-    curved: Any = None
+    curved: KFAC | SPNGD | None = None
     damping: Callable[[int], float] | None = None
     reduces: bool = False
     sampled: bool = False
 
     def before_backward(self, outputs: Tensor) -> None:
         """The extra backward of a sampled Fisher."""
-        if self.sampled:
+        if self.sampled and self.curved is not None:
             self.curved.sampled_backward(outputs, likelihood="cross_entropy")
 
     def facts(self, step: int) -> dict[str, Any]:
@@ -50,22 +51,25 @@ class Method:
 
     def close(self) -> None:
         """Remove hooks."""
-        close = getattr(self.curved, "close", None)
-        if close is not None:
-            close()
+        if self.curved is not None:
+            self.curved.close()
 
 
-def curvature_facts(curved: Any) -> dict[str, Any]:
-    """Refreshes done and skipped so far, and bytes moved so far."""
-    counts = curved.refreshes().values()
-    done = sum(count["done"] for count in counts)
-    skipped = sum(count["skipped"] for count in counts)
-    return {"refreshed": done, "skipped": skipped, "bytes": moved(curved.traffic())}
+def curvature_facts(curved: KFAC | SPNGD) -> dict[str, Any]:
+    """So far: refreshes done and skipped, share of bytes refreshed, bytes moved."""
+    summary = curved.refreshes()
+    counts = summary["statistics"].values()
+    return {
+        "refreshed": sum(count["refreshed"] for count in counts),
+        "skipped": sum(count["skipped"] for count in counts),
+        "reduction": summary["reduction_rate"],
+        "bytes": total_bytes(curved.traffic()),
+    }
 
 
-def moved(traffic: dict[str, Any]) -> int:
-    """Bytes moved in all, over every exchange."""
-    return int(sum(each["bytes"] for each in traffic.values()))
+def total_bytes(traffic: dict[str, Any]) -> int:
+    """Bytes moved by all exchanges since the start."""
+    return int(sum(each["bytes"] for each in traffic["total"].values()))
 
 
 def make(model: nn.Module, config: TrainConfig, *, examples: int) -> Method:
@@ -75,8 +79,6 @@ def make(model: nn.Module, config: TrainConfig, *, examples: int) -> Method:
     optimizer = _plain(model, config)
     if not config.optimizer.kfac:
         return Method(optimizer=optimizer)
-    from natgrad import KFAC
-
     damping = make_damping(config, examples)
     kfac = KFAC(
         model,
@@ -91,8 +93,6 @@ def make(model: nn.Module, config: TrainConfig, *, examples: int) -> Method:
 
 
 def _spngd(model: nn.Module, config: TrainConfig, examples: int) -> Method:
-    from natgrad import SPNGD
-
     damping = make_damping(config, examples)
     optimizer = SPNGD(
         model,

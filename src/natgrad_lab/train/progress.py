@@ -29,7 +29,9 @@ class Bar:
         self._live: Progress | None = None
         if show and sys.stderr.isatty():
             self._live = _live()
-            self._task = self._live.add_task(title, total=total, completed=done, note="")
+            self._task = self._live.add_task(
+                title, total=total, completed=done, note=""
+            )
         self._note = ""
 
     def __enter__(self) -> Self:

@@ -1,54 +1,43 @@
 """Schedules of a run, from epochs in the settings to the steps the library counts."""
 
-import bisect
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from natgrad_lab.train.config import ScheduleConfig, TrainConfig
+from natgrad import Adaptive, Every, Refresh, Scheduled
+from natgrad.schedules import (
+    DampingDecay,
+    DampingWarmup,
+    IntervalGrowth,
+    PolynomialDecay,
+    WarmupStepDecay,
+)
+from natgrad_lab.train.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class LrFactor:
-    """What the learning rate is multiplied by at a step: warmup, then decay.
+class WarmupCosine:
+    """Linear warmup from ``first``, then constant or half a cosine down to 0.
 
-    All positions are steps; ``decay_at`` is used by kind "steps", ``total`` by
-    "cosine".
+    A factor of the learning rate at a step; all positions are steps.
     """
 
-    kind: str
-    warmup: int
+    warmup: float
     first: float
-    decay_at: tuple[int, ...]
-    factor: float
     total: int
+    cosine: bool
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:
-            return self.first + (1 - self.first) * (step + 1) / self.warmup
-        if self.kind == "steps":
-            return self.factor ** bisect.bisect_right(self.decay_at, step)
-        if self.kind == "cosine":
-            done = (step - self.warmup) / max(1, self.total - self.warmup)
-            return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-        return 1.0
-
-
-def lr_factor(config: TrainConfig, examples: int) -> LrFactor:
-    """The factor of a config on a training set of ``examples``."""
-    schedule: ScheduleConfig = config.schedule
-    return LrFactor(
-        kind=schedule.kind,
-        warmup=config.step_of(schedule.warmup_epochs, examples),
-        first=schedule.warmup_start,
-        decay_at=tuple(config.step_of(e, examples) for e in schedule.decay_epochs),
-        factor=schedule.decay_factor,
-        total=config.total_steps(examples),
-    )
+            return self.first + (1 - self.first) * step / self.warmup
+        if not self.cosine:
+            return 1.0
+        done = (step - self.warmup) / max(1.0, self.total - self.warmup)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 def make_scheduler(
@@ -56,16 +45,37 @@ def make_scheduler(
 ) -> LRScheduler:
     """The learning-rate scheduler, to be stepped after every update."""
     schedule = config.schedule
-    if schedule.kind != "polynomial":
-        return LambdaLR(optimizer, lr_factor(config, examples))
-    from natgrad.schedules import PolynomialDecay
+    if schedule.kind == "polynomial":
+        return _polynomial(optimizer, config, examples)
+    warmup = schedule.warmup_epochs * examples / config.batch
+    if schedule.kind == "steps":
+        return WarmupStepDecay(
+            optimizer,
+            milestones=_in_steps(schedule.decay_epochs, config, examples),
+            factor=schedule.decay_factor,
+            warmup=warmup,
+            warmup_start=schedule.warmup_start,
+        )
+    factor = WarmupCosine(
+        warmup=warmup,
+        first=schedule.warmup_start,
+        total=config.total_steps(examples),
+        cosine=schedule.kind == "cosine",
+    )
+    return LambdaLR(optimizer, factor)
 
-    end = config.epochs if schedule.end is None else schedule.end
-    per_epoch = examples / config.batch
+
+def _polynomial(
+    optimizer: Optimizer, config: TrainConfig, examples: int
+) -> PolynomialDecay:
+    schedule = config.schedule
+    last = config.total_steps(examples) * config.batch / examples
+    ends = (schedule.start, last if schedule.end is None else schedule.end)
+    start, end = _in_steps(ends, config, examples)
     return PolynomialDecay(
         optimizer,
-        start=schedule.start * per_epoch,
-        end=end * per_epoch,
+        start=start,
+        end=end,
         power=schedule.power,
         couple_momentum=schedule.couple_momentum,
     )
@@ -75,72 +85,57 @@ def make_scheduler(
 class Damping:
     """lambda at a step: a constant or a warmup, times a step decay."""
 
-    base: Callable[[int], float]
-    decay_at: tuple[int, ...] = ()
-    factor: float = 1.0
+    target: float
+    warmup: DampingWarmup | None = None
+    decay: DampingDecay | None = None
 
     def __call__(self, step: int) -> float:
-        passed = bisect.bisect_right(self.decay_at, step)
-        return self.base(step) * self.factor**passed
-
-
-@dataclass(frozen=True)
-class Constant:
-    """The same value at every step."""
-
-    value: float
-
-    def __call__(self, step: int) -> float:
-        return self.value
+        value = self.target if self.warmup is None else self.warmup(step)
+        return value if self.decay is None else value * self.decay(step)
 
 
 def make_damping(config: TrainConfig, examples: int) -> Damping:
     """The damping schedule of a config."""
     curvature = config.curvature
-    base: Callable[[int], float] = Constant(curvature.damping)
+    warmup = decay = None
     if curvature.damping_start is not None:
-        from natgrad.schedules import DampingWarmup
-
-        base = DampingWarmup(
+        warmup = DampingWarmup(
             initial=curvature.damping_start,
             target=curvature.damping,
             steps=curvature.damping_warmup,
         )
-    at = tuple(config.step_of(e, examples) for e in curvature.damping_decay_epochs)
-    return Damping(base=base, decay_at=at, factor=curvature.damping_decay)
+    if curvature.damping_decay_epochs:
+        decay = DampingDecay(
+            initial=1.0,
+            factor=curvature.damping_decay,
+            epochs=_in_steps(curvature.damping_decay_epochs, config, examples),
+            steps_per_epoch=1,
+        )
+    return Damping(target=curvature.damping, warmup=warmup, decay=decay)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GrowingInterval:
-    """An interval in steps, multiplied by ``factor`` at each of ``grow_at``."""
-
-    first: int
-    grow_at: tuple[int, ...]
-    factor: float
-
-    def __call__(self, step: int) -> int:
-        passed = bisect.bisect_right(self.grow_at, step)
-        return max(1, round(self.first * self.factor**passed))
-
-
-def make_refresh(config: TrainConfig, examples: int) -> Any:
+def make_refresh(config: TrainConfig, examples: int) -> Refresh:
     """The refresh rule of a config: Every, Scheduled or Adaptive."""
-    from natgrad import Adaptive, Every, Scheduled
-
     refresh = config.refresh
     if refresh.kind == "adaptive":
         return Adaptive(tolerance=refresh.tolerance)
     if refresh.kind != "every":
-        per_epoch = max(1, examples // config.batch)
+        per_epoch = max(1, round(examples / config.batch))
         return Scheduled(steps_per_epoch=per_epoch, rule=refresh.kind)
-    at = tuple(config.step_of(e, examples) for e in refresh.decay_epochs)
-    if not at:
+    if not refresh.decay_epochs:
         return Every(statistics=refresh.statistics, inverses=refresh.inverses)
+    at = _in_steps(refresh.decay_epochs, config, examples)
+    grow = partial(
+        IntervalGrowth, factor=refresh.decay_factor, epochs=at, steps_per_epoch=1
+    )
     return Every(
-        statistics=_growing(refresh.statistics, at, refresh.decay_factor),
-        inverses=_growing(refresh.inverses, at, refresh.decay_factor),
+        statistics=grow(initial=refresh.statistics),
+        inverses=grow(initial=refresh.inverses),
     )
 
 
-def _growing(first: int, at: tuple[int, ...], factor: float) -> GrowingInterval:
-    return GrowingInterval(first=first, grow_at=at, factor=factor)
+def _in_steps(
+    epochs: Sequence[float], config: TrainConfig, examples: int
+) -> tuple[float, ...]:
+    """The library's schedules count in steps here: an epoch need not be whole."""
+    return tuple(each * examples / config.batch for each in epochs)

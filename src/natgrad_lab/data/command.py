@@ -1,0 +1,74 @@
+"""`natgrad data get NAME`: download a data set."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bars
+
+from natgrad_lab.data.sources import SOURCES, get
+from natgrad_lab.errors import UserError
+
+USAGE = f"""usage: natgrad data get NAME [--root DIR]
+
+Downloads, checks and unpacks a data set: {", ".join(SOURCES)}.
+digits and text need no download."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Get:
+    """Download a data set, check it and unpack it; an interrupted one goes on."""
+
+    name: Annotated[str, tyro.conf.Positional]
+    """The data set."""
+    root: Path | None = None
+    """Folder of all data sets. None: $NATGRAD_DATA, or the user's cache."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse and download."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    if arguments[0] != "get":
+        raise UserError(f"Unknown command 'data {arguments[0]}'. Must be 'data get'.")
+    asked = tyro.cli(Get, prog="natgrad data get", args=list(arguments[1:]))
+    with _bars() as bars:
+        folder = get(asked.name, asked.root, Follow(bars))
+    print(f"{asked.name} is in {folder}")
+    return 0
+
+
+class Follow:
+    """Shows a download's progress, a bar a file."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total)
+        self._bars.update(self._tasks[name], completed=done, total=total)
+
+
+def _bars() -> Bars:
+    return Bars(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )

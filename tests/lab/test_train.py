@@ -1,0 +1,330 @@
+"""Settings, schedules, folders, checkpoints and the loop (on digits, tiny models)."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from natgrad_lab.errors import UserError
+from natgrad_lab.train import checkpoint, methods
+from natgrad_lab.train import run as runs
+from natgrad_lab.train.config import (
+    CurvatureConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RefreshConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from natgrad_lab.train.loop import Ending, Trainer
+from natgrad_lab.train.metrics import (
+    Clock,
+    MetricsWriter,
+    read_metrics,
+    waiting_share,
+)
+from natgrad_lab.train.muon import FlatMuon, flat_view
+from natgrad_lab.train.processes import World
+from natgrad_lab.train.schedules import make_damping, make_refresh, make_scheduler
+
+KFAC = OptimizerConfig(kfac=True, lr=0.05)
+SPNGD = OptimizerConfig(name="spngd", lr=0.02)
+CURVED = CurvatureConfig(damping=0.1, norm="unit")
+
+
+def config(**settings: Any) -> TrainConfig:
+    """A run of a second: a narrow ResNet-8, 12 steps."""
+    base = TrainConfig(
+        steps=12,
+        batch=64,
+        log_every=4,
+        evaluate_every=0.3,
+        checkpoint_every=0.0,
+        threads=1,
+        model=ModelConfig(width=4),
+        optimizer=OptimizerConfig(lr=0.05),
+        curvature=CURVED,
+        refresh=RefreshConfig(statistics=2, inverses=4),
+    )
+    return replace(base, **settings)
+
+
+def train(folder: Path, settings: TrainConfig) -> tuple[Trainer, Ending]:
+    """A whole run in a folder."""
+    run = runs.create(folder, "test", settings)
+    trainer = Trainer(run, World(), show=False)
+    return trainer, trainer.train()
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (TrainConfig, {"batch": 0}, r"Invalid batch=0\. Must be >= 1"),
+        (TrainConfig, {"epochs": -1.0}, r"Invalid epochs=-1\.0"),
+        (TrainConfig, {"targets": (970.0,)}, r"Invalid targets=970\.0"),
+        (OptimizerConfig, {"lr": 0.0}, r"Invalid optimizer\.lr=0\.0\. Must be > 0"),
+        (OptimizerConfig, {"name": "spngd", "kfac": True}, r"optimizer\.kfac=True"),
+        (CurvatureConfig, {"damping": -1.0}, r"Invalid curvature\.damping=-1\.0"),
+        (CurvatureConfig, {"damping_warmup": 3}, r"damping_warmup=3"),
+        (RefreshConfig, {"statistics": 0}, r"refresh\.statistics=0"),
+        (ScheduleConfig, {"start": 3.0, "end": 2.0}, r"schedule\.end=2\.0"),
+        (ScheduleConfig, {"couple_momentum": True}, r"couple_momentum=True"),
+        (DataConfig, {"label_smoothing": 1.0}, r"data\.label_smoothing=1\.0"),
+        (ModelConfig, {"width": 0}, r"model\.width=0"),
+    ],
+)
+def test_settings_name_the_wrong_value(kind: Any, settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**settings)
+
+
+def test_accumulation_mimics_any_batch() -> None:
+    assert TrainConfig(batch=131072, micro_batch=32).accumulation(2) == (32, 2048)
+    assert TrainConfig(batch=96).accumulation(3) == (32, 1)
+    with pytest.raises(ValueError, match=r"Invalid batch=100\. Must be a multiple"):
+        TrainConfig(batch=100, micro_batch=32).accumulation(2)
+
+
+def test_steps_follow_from_epochs_as_the_papers_count_them() -> None:
+    images = 1_281_167
+    assert TrainConfig(batch=4096, epochs=35).total_steps(images) == 10948
+    assert TrainConfig(batch=131072, epochs=100).total_steps(images) == 978
+    assert TrainConfig(batch=4096, epochs=35, steps=7).total_steps(images) == 7
+
+
+# Schedules
+
+
+def factors(schedule: ScheduleConfig, steps: int, **settings: Any) -> list[float]:
+    """The learning rate over a base of 1, 100 examples in batches of 10."""
+    chosen = TrainConfig(batch=10, epochs=steps / 10, schedule=schedule, **settings)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.8)
+    scheduler = make_scheduler(optimizer, chosen, examples=100)
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def test_step_decay_happens_at_its_epochs() -> None:
+    schedule = ScheduleConfig(kind="steps", decay_epochs=(1.0, 1.5), warmup_epochs=0.2)
+    seen = factors(schedule, 20)
+    assert seen[0] == pytest.approx(0.1)
+    assert seen[1] == pytest.approx(0.55)
+    assert seen[2:10] == pytest.approx([1.0] * 8)
+    assert seen[10:15] == pytest.approx([0.1] * 5)
+    assert seen[15:] == pytest.approx([0.01] * 5)
+
+
+def test_cosine_ends_near_zero_and_polynomial_follows_its_equation() -> None:
+    cosine = factors(ScheduleConfig(kind="cosine"), 20)
+    assert cosine == pytest.approx(
+        [0.5 * (1 + math.cos(math.pi * step / 20)) for step in range(20)]
+    )
+    schedule = ScheduleConfig(kind="polynomial", start=0.5, end=2.5, power=2.0)
+    expected = [(1 - max(0.0, step / 10 - 0.5) / 2.0) ** 2 for step in range(20)]
+    assert factors(schedule, 20) == pytest.approx(expected)
+
+
+def test_damping_warms_up_and_decays() -> None:
+    curvature = CurvatureConfig(
+        damping=1e-4,
+        damping_start=1e-2,
+        damping_warmup=40,
+        damping_decay_epochs=(10.0,),
+        damping_decay=0.5,
+    )
+    damping = make_damping(TrainConfig(batch=10, curvature=curvature), examples=100)
+    value = 1e-2
+    for step in range(100):
+        assert damping(step) == pytest.approx(value)
+        value += 2 * math.log10(1e-2 / 1e-4) / 40 * (1e-4 - value)
+    assert damping(100) == pytest.approx(0.5 * value)
+
+
+def test_refresh_intervals_grow_at_their_epochs() -> None:
+    refresh = RefreshConfig(statistics=2, inverses=10, decay_epochs=(1.0,))
+    rule = make_refresh(TrainConfig(batch=10, refresh=refresh), examples=100)
+    timing: Any = None
+    assert rule.after_statistic(9, timing) == 9 + 2
+    assert rule.after_statistic(10, timing) == 10 + 4
+    assert rule.after_inverse(10, timing) == 10 + 20
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "staircase", "late"])
+def test_every_refresh_rule_can_be_built(kind: Any) -> None:
+    make_refresh(TrainConfig(refresh=RefreshConfig(kind=kind)), examples=1000)
+
+
+# Folders, records, checkpoints
+
+
+def test_settings_survive_the_folder(tmp_path: Path) -> None:
+    settings = config(targets=(97.0, 98.5), optimizer=KFAC, out=tmp_path / "x")
+    runs.create(tmp_path / "run", "name", settings)
+    loaded = runs.load(tmp_path / "run")
+    assert loaded.config == settings
+    assert loaded.name == "name"
+    versions = json.loads((tmp_path / "run" / "versions.json").read_text())
+    assert versions["packages"]["torch"].startswith(torch.__version__.split("+")[0])
+
+
+def test_a_folder_is_never_used_twice(tmp_path: Path) -> None:
+    runs.create(tmp_path, "one", config())
+    with pytest.raises(UserError, match="already holds a run"):
+        runs.create(tmp_path, "two", config())
+
+
+@pytest.mark.parametrize("text", ["{", '{"recipe": "x", "config": {"batchh": 3}}'])
+def test_a_damaged_config_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        runs.load(tmp_path)
+
+
+def test_records_taken_back_by_a_resume_do_not_count(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write("train", step, loss=float(step))
+    writer.write("resume", 2)
+    writer.write("train", 3, loss=30.0)
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"kind": "tra')
+    losses = [each["loss"] for each in read_metrics(path) if each["kind"] == "train"]
+    assert losses == [1.0, 2.0, 30.0]
+
+
+def test_the_clock_separates_phases() -> None:
+    clock = Clock(total=5.0)
+    with clock.phase("data"), torch.no_grad():
+        torch.ones(10).sum()
+    phases = clock.take()
+    assert set(phases) == {"data"}
+    assert clock.total > 5.0
+    assert waiting_share({"data": 1.0, "forward": 3.0}) == 0.25
+    assert clock.take() == {}
+
+
+def test_checkpoints_keep_the_newest_and_fall_back(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, {"x": torch.tensor(step)}, World())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000002",
+        "step-00000003",
+    ]
+    (tmp_path / "step-00000003" / "rank-0.pt").write_bytes(b"PK damaged")
+    with pytest.warns(UserWarning, match="step-00000003"):
+        state = checkpoint.load_latest(tmp_path, World())
+    assert state["step"] == 2
+
+
+def test_a_checkpoint_half_written_is_not_seen(tmp_path: Path) -> None:
+    (tmp_path / "step-00000009.partial").mkdir()
+    with pytest.raises(UserError, match="No usable checkpoint"):
+        checkpoint.load_latest(tmp_path, World())
+
+
+def test_a_checkpoint_of_another_world_is_refused(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {}, World())
+    path = tmp_path / "step-00000001" / "rank-0.pt"
+    torch.save({**torch.load(path), "world": 4}, path)
+    with pytest.raises(UserError, match="written by 4 processes"):
+        checkpoint.load_latest(tmp_path, World())
+
+
+# Update rules
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4 * 4 * 4, 3))
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(8, 2, 6, 6, generator=generator)
+    model.zero_grad()
+    model(inputs).square().mean().backward()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_muon_steps_flattened_convolutions_as_matrices(layout: Any) -> None:
+    model = net().to(memory_format=layout)  # type: ignore[call-overload]
+    conv = model[0].weight  # type: ignore[index]
+    optimizer = methods.make(
+        model,
+        TrainConfig(optimizer=OptimizerConfig(name="muon", lr=0.1, momentum=0.0)),
+        examples=100,
+    ).optimizer
+    backward(model, 1)
+    matrix = nn.Parameter(flat_view(conv.detach()).clone())
+    moved = conv.grad if layout == torch.contiguous_format else conv.grad.movedim(1, -1)
+    matrix.grad = moved.reshape(4, -1).clone()
+    torch.optim.Muon([matrix], lr=0.1, momentum=0.0, weight_decay=0.0).step()
+    optimizer.step()
+    torch.testing.assert_close(flat_view(conv.detach()), matrix.detach())
+
+
+def test_muon_gives_the_rest_to_sgd_and_resumes() -> None:
+    def make(model: nn.Module) -> FlatMuon:
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() == 1]
+        return FlatMuon(matrices, rest, lr=0.05, rest_lr=0.2)
+
+    one, two = net(), net()
+    first, second = make(one), make(two)
+    backward(one, 0)
+    bias = one[0].bias  # type: ignore[index]
+    expected = bias.detach() - 0.2 * bias.grad
+    first.step()
+    torch.testing.assert_close(bias.detach(), expected)
+    two.load_state_dict(one.state_dict())
+    second.load_state_dict(first.state_dict())
+    for model, optimizer in ((one, first), (two, second)):
+        backward(model, 1)
+        optimizer.step()
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "soap", "shampoo", "spngd"])
+def test_every_optimizer_lowers_the_loss_and_its_state_loads_safely(
+    name: Any, tmp_path: Path
+) -> None:
+    model = net()
+    settings = TrainConfig(
+        optimizer=OptimizerConfig(name=name, lr=0.01), curvature=CURVED
+    )
+    method = methods.make(model, settings, examples=100)
+    inputs, labels = torch.randn(32, 2, 6, 6), torch.randint(3, (32,))
+    losses = []
+    for _ in range(12):
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        method.optimizer.step()
+        method.optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    torch.save(method.optimizer.state_dict(), tmp_path / "state.pt")
+    torch.load(tmp_path / "state.pt", weights_only=True)
+    assert method.facts(12)["lr"] == 0.01
+    method.close()
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pytorch_optimizer", None)
+    settings = TrainConfig(optimizer=OptimizerConfig(name="soap"))
+    with pytest.raises(UserError, match="pip install pytorch_optimizer"):
+        methods.make(net(), settings, examples=100)
