@@ -64,8 +64,9 @@ def crop(
     columns = torch.arange(size[1], device=images.device).expand(count, -1)
     columns = torch.where(mirror[:, None], size[1] - 1 - columns, columns)
     columns = left[:, None] + columns
-    index = (rows[:, :, None] * width + columns[:, None, :]).view(count, 1, -1)
-    pixels = images.flatten(2).gather(2, index.expand(-1, channels, -1))
+    index = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)
+    index = index[:, None, :].expand(-1, channels, -1)
+    pixels = images.flatten(2).gather(2, index)
     return pixels.view(count, channels, *size)
 
 

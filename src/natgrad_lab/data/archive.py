@@ -51,8 +51,9 @@ def _unpack(archive: Path, folder: Path, max_bytes: int, max_files: int) -> None
                     raise DataError(f"{archive} unpacks to over {max_bytes:,} bytes.")
                 _write(tar, member, folder / _inside(archive, member))
     except (tarfile.TarError, EOFError, OSError) as error:
+        reason = str(error).split("\n")[0].rstrip(":")
         raise DataError(
-            f"{archive} cannot be unpacked ({error}). Delete it and get it again."
+            f"{archive} cannot be unpacked ({reason}). Delete it and get it again."
         ) from error
 
 

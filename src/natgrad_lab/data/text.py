@@ -42,7 +42,7 @@ class TextSplit:
 
 
 def load(
-    root: Path, *, folder: str | Path | None = None, block: int = 128, limit: int = 255
+    root: Path, *, folder: str | Path | None = None, block: int = 128, limit: int = 127
 ) -> Dataset:
     """Every tenth file is for testing.
 
