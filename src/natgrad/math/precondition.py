@@ -39,16 +39,21 @@ def apply_eigen(
     left out instead of divided by zero.
     """
     (q_right, v_right), (q_left, v_left) = right, left
-    rotated = _rotate(gradient, q_left.mT, q_right)
+    rotated = _rotate(gradient, _transposed(q_left), q_right)
     curvature = v_left.unsqueeze(2) * v_right.unsqueeze(1) + damping
     scaled = torch.where(curvature > 0, rotated / curvature, 0.0)
-    return _rotate(scaled, q_left, q_right.mT)
+    return _rotate(scaled, q_left, _transposed(q_right))
 
 
 def _rotate(gradient: Tensor, left: Tensor, right: Tensor) -> Tensor:
     if right.numel():
         gradient = gradient @ right
     return left @ gradient if left.numel() else gradient
+
+
+def _transposed(vectors: Tensor) -> Tensor:
+    """The eigenvectors of a diagonal are none: see `eigendecompositions`."""
+    return vectors.mT if vectors.numel() else vectors
 
 
 def kl_scale(inner_product: Tensor, kl_clip: float, lr: float) -> Tensor:
