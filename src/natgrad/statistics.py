@@ -64,11 +64,15 @@ class Statistics:
 
         ``sums`` are the owned statistics' packed sums over ranks and k micro-batches.
         """
-        estimated = self._estimate(sums, k, verdict)
+        due = self.due()
+        estimated = self._estimate(due, sums, k, verdict)
+        # A due statistic without a usable estimate is tried again in the next step,
+        # and its inverse waits with it.
+        waiting = {s.spec.name for s in due} - {s.spec.name for s in estimated}
         inverted = [
             s
-            for s in self.states.values()
-            if s.timing.inverses_at <= self.step and s.estimated
+            for name, s in self.states.items()
+            if s.timing.inverses_at <= self.step and s.estimated and name not in waiting
         ]
         findings = self._invert([s for s in inverted if self._owns(s)])
         self._share_findings(inverted, findings)
@@ -123,11 +127,15 @@ class Statistics:
         return two_sided and self.config.damping_style == "eigen"
 
     def _estimate(
-        self, sums: dict[str, Tensor], k: int, verdict: Verdict
+        self,
+        due: list[StatisticState],
+        sums: dict[str, Tensor],
+        k: int,
+        verdict: Verdict,
     ) -> list[StatisticState]:
         """Fold the estimates into the averages (Pauloski et al., eq. 16-17)."""
         usable: list[StatisticState] = []
-        for s in self.due():
+        for s in due:
             if not verdict.usable(s.spec.name):
                 s.quarantined += not math.isfinite(verdict.traces[s.spec.name])
                 continue
@@ -203,10 +211,10 @@ class Statistics:
         damped = new[0]
         if self._is_eigen(s):
             damped = damped_from_eigen(new[0], new[1], self.factor_damping(s))
-        packed = flatten(damped)
-        similar = [is_similar(packed, old, tolerance) for old in s.history]
+        # unpacked again: packed, the Frobenius norm would miss half of the matrix
+        similar = [is_similar(damped, unflatten(x, s), tolerance) for x in s.history]
         similar += [False] * (2 - len(similar))
-        s.history = [packed, *s.history[:1]]
+        s.history = [flatten(damped), *s.history[:1]]
         return self.config.refresh.judge(similar[0], similar[1], s.timing)
 
     def _share_inverses(self, states: list[StatisticState]) -> None:
