@@ -293,4 +293,5 @@ def _report_failures(failed: list[StatisticState], rank: int) -> None:
         if s.failures >= MAX_FAILURES:
             raise InverseError(f"{message}. Raise the damping, or skip this layer.")
         if rank == 0:
-            warnings.warn(f"{message}. The last good one is used.", stacklevel=6)
+            instead = "plain gradient" if s.inverse is None else "last good one"
+            warnings.warn(f"{message}. The {instead} is used.", stacklevel=6)

@@ -115,8 +115,10 @@ def _inverse(matrix: Tensor, damping: Tensor) -> Tensor:
     if size == 2:
         return _two_by_two(damped)
     factor, info = torch.linalg.cholesky_ex(damped)
-    inverse = torch.cholesky_inverse(factor)
-    return torch.where((info == 0).reshape(-1, 1, 1), inverse, torch.nan)
+    fine = (info == 0).reshape(-1, 1, 1)
+    # cholesky_inverse raises, for the whole batch, on a factor with a zero pivot
+    safe = torch.where(fine, factor, torch.eye(size).to(factor))
+    return torch.where(fine, torch.cholesky_inverse(safe), torch.nan)
 
 
 def _two_by_two(x: Tensor) -> Tensor:
