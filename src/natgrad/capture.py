@@ -16,6 +16,7 @@ when the losses of k micro-batches were each divided by k. An AMP loss scale S
 multiplies g and is divided out again.
 """
 
+import random
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,13 +35,18 @@ POSITION_KINDS = ("A",)
 
 @dataclass(kw_only=True)
 class Call:
-    """One forward of one layer that waits for its backward."""
+    """One forward of one layer that waits for its backward.
+
+    ``rows`` are the examples looked at, ``scale`` how many each stands for.
+    """
 
     block: Block
     module: nn.Module
     want: tuple[str, ...]
     forward: int
     terms: int
+    rows: slice
+    scale: float
     observed: Observed
 
 
@@ -75,6 +81,7 @@ class Capture:
 
     Attributes:
         due: names of the statistics to estimate; set by the owner before a forward.
+        step: the number of the step, from which subsampling draws.
         on_growth: called with a statistic's name each time its sum has grown.
         on_abandon: called when a step's captures are dropped because it was skipped.
     """
@@ -86,15 +93,18 @@ class Capture:
         *,
         loss: str,
         sampled: bool,
+        subsample: int = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.due: frozenset[str] = frozenset()
+        self.step = 0
         self.on_growth: Callable[[str], None] | None = None
         self.on_abandon: Callable[[], None] | None = None
         self.fired: set[str] = set()
         self._model = model
         self._loss = loss
         self._sampled = sampled
+        self._subsample = subsample
         self._sampling = False
         self._scaler = grad_scaler
         self._loss_scale: float | None = None
@@ -112,6 +122,10 @@ class Capture:
                 self._handles.append(
                     module.register_forward_hook(hook, with_kwargs=True)
                 )
+
+    def __reduce__(self) -> tuple[Callable[[], "Capture"], tuple[()]]:
+        """Hooks are copied and pickled with a model; in the copy they do nothing."""
+        return _idle, ()
 
     @property
     def current(self) -> Captured:
@@ -178,17 +192,30 @@ class Capture:
             return
         x: Tensor = (args[0] if args else kwargs["input"]).detach()
         assert block.kind is not None
+        rows, scale = self._rows(block, x, output)
         with torch.no_grad():
-            observed = block.kind.observe(module, x, output, want)
+            observed = block.kind.observe(module, x[rows], output, want)
         call = Call(
             block=block,
             module=module,
             want=want,
             forward=self._forward,
             terms=self._loss_terms(block, output),
+            rows=rows,
+            scale=scale,
             observed=observed,
         )
         output.register_hook(partial(self._after_backward, call))
+
+    def _rows(self, block: Block, x: Tensor, output: Tensor) -> tuple[slice, float]:
+        """Every k-th example from a random start: a view, and each equally likely."""
+        stride = min(self._subsample, len(x)) if len(x) == len(output) else 1
+        if stride == 1 or block.kind is None or not block.kind.subsampled:
+            return slice(None), 1.0
+        # From step and micro-batch alone: alike on all ranks and after a restart.
+        draw = random.Random(f"{self.step}/{len(self._captured.terms.get('', ()))}")
+        start = draw.randrange(stride)
+        return slice(start, None, stride), len(x) / len(range(start, len(x), stride))
 
     def _loss_terms(self, block: Block, output: Tensor) -> int:
         if self._loss == "tokens":
@@ -201,16 +228,16 @@ class Capture:
         assert call.block.kind is not None
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
             moments = call.block.kind.gradient_moments(
-                call.module, g.detach(), call.observed.kept, call.want
+                call.module, g.detach()[call.rows], call.observed.kept, call.want
             )
-            self._scale(moments, call.terms)
+            self._scale(moments, call)
             self._add(call, call.observed.moments | moments)
         # The graph may outlive the backward (a loss that is kept for logging).
         call.observed = Observed()
 
-    def _scale(self, moments: dict[str, Tensor], terms: int) -> None:
-        terms = self._terms or terms
-        factor = 1.0 if self._loss == "sum" else float(terms) ** 2
+    def _scale(self, moments: dict[str, Tensor], call: Call) -> None:
+        terms = self._terms or call.terms
+        factor = call.scale * (1.0 if self._loss == "sum" else float(terms) ** 2)
         if self._scaler is not None and self._scaler.is_enabled():
             if self._loss_scale is None:  # a synchronisation: once a backward
                 self._loss_scale = float(self._scaler.get_scale())
@@ -237,6 +264,10 @@ class Capture:
             into.calls[name] = into.calls.get(name, 0) + 1
             if self.on_growth is not None:
                 self.on_growth(name)
+
+
+def _idle() -> Capture:
+    return Capture(nn.Identity().eval(), [], loss="mean", sampled=False)
 
 
 def _batch_size(tree: Any) -> int:

@@ -49,6 +49,8 @@ class Curvature:
         norm: the block kind of normalisation layers.
         norm_damping_ratio: rho, multiplies the damping of normalisation layers.
         skip: names of layers that keep their plain gradient.
+        subsample: estimate from every k-th example, starting at a random one; 1 uses
+            all. Unbiased, and the same choice on every rank.
     """
 
     damping: Damping = 1e-3
@@ -62,6 +64,7 @@ class Curvature:
     norm: Norm = "skip"
     norm_damping_ratio: float = 1.0
     skip: Collection[str] = ()
+    subsample: int = 1
 
     def __post_init__(self) -> None:
         for name, legal in CHOICES.items():
@@ -77,6 +80,7 @@ class Curvature:
                 f"Invalid refresh={self.refresh!r}. Must be Every(...), "
                 "Scheduled(...), Adaptive(...) or another natgrad.Refresh."
             )
+        require_count("subsample", self.subsample)
         if isinstance(self.skip, str):
             raise TypeError(
                 f"Invalid skip={self.skip!r}. Must be a collection of layer names."

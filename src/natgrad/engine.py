@@ -69,6 +69,7 @@ class Engine:
             self.blocks,
             loss=config.loss,
             sampled=config.fisher == "sampled",
+            subsample=config.subsample,
             grad_scaler=grad_scaler,
         )
         overlap = comm.overlap and self.comm.world > 1
@@ -93,6 +94,7 @@ class Engine:
         """Tell the hooks what the coming step estimates and sends."""
         due = [s.spec.name for s in self.statistics.due()]
         self.capture.due = frozenset(due)
+        self.capture.step = self.step
         self._sums.open(due)
         if self._gradients is not None:
             self._gradients.open()
@@ -209,12 +211,13 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics, inverses and timing, as tensors and numbers."""
-        return saved_state.save(self.statistics.states.values(), self.step)
+        states, style = self.statistics.states.values(), self.config.damping_style
+        return saved_state.save(states, self.step, style)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        step = saved_state.load(self.statistics.states, state, self.like)
-        self.statistics.step = step
+        states, style = self.statistics.states, self.config.damping_style
+        self.statistics.step = saved_state.load(states, state, self.like, style)
         self.capture.take()
         self.begin()
 

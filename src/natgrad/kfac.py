@@ -53,6 +53,7 @@ class KFAC(Inspectable):
             ``"full"``.
         norm_damping_ratio: multiplies the damping of normalisation layers.
         skip: names of layers to leave out.
+        subsample: estimate statistics from every k-th example only; 1 uses all.
         grad_scaler: the `torch.amp.GradScaler` in use, to undo its loss scale.
         strategy: how several ranks share the work: ``"factor_wise"``,
             ``"layer_wise"``, ``"spngd"`` or ``natgrad.hybrid(fraction)``.
@@ -79,6 +80,7 @@ class KFAC(Inspectable):
         norm: config.Norm = "skip",
         norm_damping_ratio: float = 1.0,
         skip: Collection[str] = (),
+        subsample: int = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
         strategy: str | Strategy = "factor_wise",
         placement: str = "longest_first",
@@ -106,6 +108,7 @@ class KFAC(Inspectable):
             norm=norm,
             norm_damping_ratio=norm_damping_ratio,
             skip=skip,
+            subsample=subsample,
         )
         self.engine = Engine(
             model,

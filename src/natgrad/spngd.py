@@ -45,7 +45,7 @@ class SPNGD(Inspectable, Optimizer):
         param_groups: groups made of ``named_parameters``, for options of their own; all
             parameters of the model in one group by default.
         damping, damping_style, decay, refresh, fisher, loss, accumulation, sharing,
-            norm, norm_damping_ratio, skip, grad_scaler, strategy, placement, comm,
+            norm, norm_damping_ratio, skip, subsample, grad_scaler, strategy, placement, comm,
             group: as for `KFAC`.
     """
 
@@ -69,6 +69,7 @@ class SPNGD(Inspectable, Optimizer):
         norm: config.Norm = "unit",
         norm_damping_ratio: float = 1.0,
         skip: Collection[str] = (),
+        subsample: int = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
         strategy: str | Strategy = "spngd",
         placement: str = "longest_first",
@@ -95,6 +96,7 @@ class SPNGD(Inspectable, Optimizer):
             norm=norm,
             norm_damping_ratio=norm_damping_ratio,
             skip=skip,
+            subsample=subsample,
         )
         self.engine = Engine(
             model,

@@ -74,6 +74,8 @@ class LayerKind(ABC):
     """One kind of layer. Moments are sums; scaling by counts is done elsewhere."""
 
     name: str
+    subsampled: bool = True
+    """Whether part of the examples is enough to estimate its statistics."""
     rescaled: bool = False
     """Whether SP-NGD's weight rescaling (eq. 24) applies."""
 

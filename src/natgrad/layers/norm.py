@@ -29,6 +29,9 @@ FORMS = {"unit": unit_moment, "diag": diagonal_moment, "full": full_moment}
 class Norm(LayerKind):
     """What the normalisation layers share; each says how it normalises."""
 
+    # xhat needs the whole batch, and these statistics are cheap
+    subsampled = False
+
     def refuse(self, module: nn.Module) -> str:
         if self.options.norm == "skip":
             return "norm='skip'"
