@@ -31,6 +31,7 @@ def travel_with(optimizer: Optimizer, passenger: Stateful) -> list[RemovableHand
                 f"The saved optimizer state has no {KEY!r} entry: it was saved without "
                 "natgrad. Load it before constructing natgrad.KFAC."
             )
+        _require_groups(optimizer, state)
         passenger.load_state_dict(state[KEY])
         return {name: part for name, part in state.items() if name != KEY}
 
@@ -38,3 +39,14 @@ def travel_with(optimizer: Optimizer, passenger: Stateful) -> list[RemovableHand
         optimizer.register_state_dict_post_hook(save),
         optimizer.register_load_state_dict_pre_hook(load),
     ]
+
+
+def _require_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """What torch checks too, but only after the passenger was loaded."""
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != own:
+        raise ValueError(
+            f"The saved optimizer state has parameter groups of {saved} parameters. "
+            f"Must be {own}."
+        )

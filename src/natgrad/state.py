@@ -1,6 +1,6 @@
 """What is kept of each statistic between steps, and how it is saved."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,26 +46,35 @@ class StatisticState:
         return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def save(states: Iterable[StatisticState], step: int) -> dict[str, Any]:
+def save(
+    states: Iterable[StatisticState], step: int, damping_style: str
+) -> dict[str, Any]:
     """Tensors and numbers only, keyed by statistic name: loadable without pickle."""
     return {
         "version": VERSION,
         "step": step,
+        "damping_style": damping_style,
         "statistics": {s.spec.name: _save_one(s) for s in states},
     }
 
 
 def load(
-    states: Mapping[str, StatisticState], saved: Mapping[str, Any], like: Tensor
+    states: MutableMapping[str, StatisticState],
+    saved: Mapping[str, Any],
+    like: Tensor,
+    damping_style: str,
 ) -> int:
     """Put saved statistics into ``states``; returns the step. All or nothing.
 
     Tensors keep their saved dtype and go to the device of ``like``.
     """
-    _require_match(states, saved)
-    for name, entry in saved["statistics"].items():
-        _load_one(states[name], entry, like)
-    return int(saved["step"])
+    _require("version", saved.get("version"), VERSION)
+    _require("damping_style", saved.get("damping_style"), damping_style)
+    _require_match(states, saved["statistics"])
+    step = int(saved["step"])
+    entries = saved["statistics"].items()
+    states.update({n: _load_one(states[n].spec, entry, like) for n, entry in entries})
+    return step
 
 
 def _save_one(state: StatisticState) -> dict[str, Any]:
@@ -83,31 +92,37 @@ def _save_one(state: StatisticState) -> dict[str, Any]:
     }
 
 
-def _load_one(state: StatisticState, entry: Mapping[str, Any], like: Tensor) -> None:
+def _load_one(
+    spec: StatisticSpec, entry: Mapping[str, Any], like: Tensor
+) -> StatisticState:
     def move(x: Tensor) -> Tensor:
         return x.detach().to(like.device, copy=True)
 
+    _require_complete(spec, entry)
     average, inverse = entry["average"], entry["inverse"]
-    state.average = None if average is None else move(average)
-    state.inverse = None if inverse is None else tuple(move(x) for x in inverse)
-    state.history = [move(x) for x in entry["history"]]
-    state.mean_eigenvalue = float(entry["mean_eigenvalue"])
-    state.estimated = bool(entry["estimated"])
-    state.failures = int(entry["failures"])
-    state.quarantined = int(entry["quarantined"])
-    state.timing = Timing(**entry["timing"])
+    return StatisticState(
+        spec=spec,
+        average=None if average is None else move(average),
+        inverse=None if inverse is None else tuple(move(x) for x in inverse),
+        history=[move(x) for x in entry["history"]],
+        mean_eigenvalue=float(entry["mean_eigenvalue"]),
+        estimated=bool(entry["estimated"]),
+        failures=int(entry["failures"]),
+        quarantined=int(entry["quarantined"]),
+        timing=Timing(**entry["timing"]),
+    )
+
+
+def _require(name: str, value: Any, legal: Any) -> None:
+    if value != legal:
+        raise ValueError(
+            f"Invalid {name}={value!r} in the saved natgrad state. Must be {legal!r}."
+        )
 
 
 def _require_match(
-    states: Mapping[str, StatisticState], saved: Mapping[str, Any]
+    states: Mapping[str, StatisticState], statistics: Mapping[str, Any]
 ) -> None:
-    version = saved.get("version")
-    if version != VERSION:
-        raise ValueError(
-            f"Invalid version={version!r} in the saved natgrad state. "
-            f"Must be {VERSION}."
-        )
-    statistics: Mapping[str, Any] = saved["statistics"]
     for name in {**states, **statistics}:
         if name not in states or name not in statistics:
             where = "the saved state" if name in states else "this model"
@@ -120,4 +135,18 @@ def _require_match(
             raise ValueError(
                 f"Statistic {name!r} was saved with size {entry['size']} (stack "
                 f"{entry['stack']}). Must be {spec.size} (stack {spec.stack})."
+            )
+
+
+def _require_complete(spec: StatisticSpec, entry: Mapping[str, Any]) -> None:
+    missing = sorted(_save_one(StatisticState(spec=spec)).keys() - entry.keys())
+    if missing:
+        raise ValueError(f"Statistic {spec.name!r} was saved without {missing}.")
+    kept = {"average": [entry["average"]], "history": entry["history"]}
+    for part, tensors in kept.items():
+        sizes = {x.numel() for x in tensors if x is not None} - {spec.packed}
+        if sizes:
+            raise ValueError(
+                f"Statistic {spec.name!r} was saved with {sizes} elements of its "
+                f"{part}. Must be {spec.packed}."
             )
