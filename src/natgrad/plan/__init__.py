@@ -3,6 +3,8 @@
 from natgrad.plan.cost import CostModel
 from natgrad.plan.exchange import EXCHANGES, Exchange, Item
 from natgrad.plan.plan import Plan, make_plan
+from natgrad.plan.predict import Choice, choose_strategy
+from natgrad.plan.profile import HardwareProfile, load_profile
 from natgrad.plan.spec import BlockSpec, StatisticSpec
 from natgrad.plan.strategies import (
     PLACEMENTS,
@@ -17,13 +19,17 @@ __all__ = [
     "PLACEMENTS",
     "STRATEGIES",
     "BlockSpec",
+    "Choice",
     "CostModel",
     "Exchange",
+    "HardwareProfile",
     "Item",
     "Plan",
     "StatisticSpec",
     "Strategy",
+    "choose_strategy",
     "find_strategy",
     "hybrid",
+    "load_profile",
     "make_plan",
 ]

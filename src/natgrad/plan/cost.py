@@ -29,7 +29,9 @@ class CostModel:
     Attributes:
         inverse: "eigen" (eigendecomposition) or "factored" (Cholesky).
         eigen_cubic, factored_cubic: Seconds per n^3 of one matrix of size n.
+        eigen_square, factored_square: Seconds per n^2: what memory or a host limits.
         call: Seconds of overhead a statistic or block.
+        invert_call: Seconds of overhead a matrix statistic, if not ``call``.
         element: Seconds per element of a diagonal.
         flop: Seconds per floating-point operation of a matrix product.
         measured: Seconds by statistic name; statistics missing here are modelled.
@@ -39,7 +41,10 @@ class CostModel:
     inverse: str = "eigen"
     eigen_cubic: float = 8.2e-11
     factored_cubic: float = 9.4e-12
+    eigen_square: float = 0.0
+    factored_square: float = 0.0
     call: float = 2e-5
+    invert_call: float | None = None
     element: float = 1e-9
     flop: float = 2e-11
     measured: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -60,7 +65,9 @@ class CostModel:
             return self.call + self.element * spec.elements
         eigen = self.inverse == "eigen"
         cubic = self.eigen_cubic if eigen else self.factored_cubic
-        return self.call + cubic * spec.stack * spec.size**3
+        square = self.eigen_square if eigen else self.factored_square
+        call = self.call if self.invert_call is None else self.invert_call
+        return call + spec.stack * (square * spec.size**2 + cubic * spec.size**3)
 
     def precondition(self, block: BlockSpec) -> float:
         """Seconds to apply a block's inverses to its gradient once."""
