@@ -1,0 +1,359 @@
+"""Runs a plan's exchanges: the only importer of torch.distributed.
+
+The same code runs on gloo and NCCL. A reduce-scatter-v is one reduction, and an
+all-gather-v one broadcast, for each rank that has a part in a bucket, all in flight at
+once: uneven parts cost no padding and no copy. On gloo this is also faster than
+reduce_scatter and all_to_all.
+
+Buckets and their order are in `flight`, the naming of lost ranks in `pulse`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from natgrad.flight import Flight, Stage
+from natgrad.plan import EXCHANGES, Plan
+from natgrad.plan.buckets import Bucket, make_buckets
+from natgrad.plan.hosts import nodes_of, rails_of
+from natgrad.plan.strategies import Ranks
+from natgrad.pulse import Pulse
+from natgrad.traffic import Counts, Traffic
+
+Key = tuple[str, Ranks]
+
+# Sums come back to a node while the next bucket's go up: each way has its own order.
+DOWN = " down"
+HALF = (torch.float16, torch.bfloat16)
+
+_serial = itertools.count()
+
+
+class CommError(RuntimeError):
+    """An exchange failed. The message names the ranks that are gone, if any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommOptions:
+    """How exchanges run. The result does not depend on it, except for precision.
+
+    Attributes:
+        bucket_bytes: Items are sent together up to this size.
+        overlap: Whether full buckets leave at once or all wait for ``finish``.
+        precision: None, torch.float16 or torch.bfloat16: what ``half`` is sent in.
+        half: The exchanges sent in ``precision``; SP-NGD halves its all-gather only.
+        hierarchical: Reduce within hosts, then between them. "auto" does so when
+            there are several hosts with the same number of ranks, more than one.
+        timeout: Seconds after which a collective that waits for a rank fails.
+    """
+
+    bucket_bytes: int = 25 * 2**20
+    overlap: bool = True
+    precision: torch.dtype | None = None
+    half: tuple[str, ...] = ("share_inverses", "share_updates")
+    hierarchical: bool | str = "auto"
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"Invalid bucket_bytes={self.bucket_bytes}. Must be >= 1.")
+        if self.precision not in (None, *HALF):
+            legal = (None, *HALF)
+            raise ValueError(f"Invalid precision={self.precision}. Must be in {legal}.")
+        if not set(self.half) <= set(EXCHANGES):
+            raise ValueError(f"Invalid half={self.half}. Must be among {EXCHANGES}.")
+        if self.hierarchical not in ("auto", True, False):
+            raise ValueError(
+                f"Invalid hierarchical={self.hierarchical!r}. "
+                "Must be 'auto', True or False."
+            )
+        if not self.timeout > 0:
+            raise ValueError(f"Invalid timeout={self.timeout}. Must be > 0.")
+
+    def wire_dtype(self, exchange: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which an exchange sends tensors of ``dtype``."""
+        return (self.precision or dtype) if exchange in self.half else dtype
+
+
+def world_of(group: Any = None) -> int:
+    """Ranks in a process group; 1 where there is none."""
+    ready = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size(group) if ready else 1
+
+
+class Communicator:
+    """Moves tensors between ranks as a plan says.
+
+    Construction is collective: the plan and ``fingerprint`` (a text of all options that
+    must agree) are compared, and a difference raises the same ValueError everywhere.
+    ``hosts`` names each rank's host, to override what the system says.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: CommOptions | None = None,
+        group: Any = None,
+        *,
+        fingerprint: str = "",
+        hosts: Sequence[str] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.options = options or CommOptions()
+        self.world = world_of(group)
+        self.rank = dist.get_rank(group) if self.world > 1 else 0
+        self.layout = lru_cache(maxsize=64)(_layouts(plan))
+        self.pool: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        self._everyone = tuple(range(self.world))
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.moved = Traffic()
+        if self.world > 1:
+            self._connect(group, fingerprint, hosts)
+        self._require_world()
+
+    def _require_world(self) -> None:
+        if self.plan.world != self.world:
+            raise ValueError(
+                f"Invalid plan for {self.plan.world} ranks. Must be for {self.world}."
+            )
+
+    def _connect(
+        self, group: Any, fingerprint: str, hosts: Sequence[str] | None
+    ) -> None:
+        self._pulse = Pulse(_store(), self.rank, self.world)
+        self._stop_pulse = weakref.finalize(self, self._pulse.stop)
+        self._links = _Links(group, self.options.timeout)
+        host = hosts[self.rank] if hosts else socket.gethostname()
+        options = f"{fingerprint} {self.options}"
+        with self.explained("construction"):
+            self._links.open([("control", self._everyone)], backend="gloo")
+            said = self._links.tell((self.plan.digest(), options, host))
+        _require_same("plans", [digest for digest, _, _ in said])
+        _require_same("options", [text for _, text, _ in said])
+        self._require_world()
+        hosts = [host for _, _, host in said]
+        self._nodes = nodes_of(hosts, self.options.hierarchical)
+        with self.explained("construction"):
+            self._links.open(self._keys())
+
+    def _keys(self) -> list[Key]:
+        """Every group that any exchange of the plan may use, in one order."""
+        keys: set[Key] = {("agree", self._everyone)}
+        for name, exchange in self.plan.exchanges.items():
+            everything = tuple(item.name for item in exchange.items)
+            first, second = self.layout(name, everything, 1)
+            keys |= {(_lane(name, b), b.ranks) for b in first + second}
+            if self._nodes and exchange.reduces and first:
+                keys |= {(name, ranks) for ranks in rails_of(self._nodes)}
+                keys |= {(name + way, r) for r in self._nodes for way in ("", DOWN)}
+        return sorted(keys)
+
+    def begin(
+        self,
+        exchange: str,
+        names: Iterable[str],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> Flight:
+        """Open an exchange for the named items; names must be the same on all ranks.
+
+        Give names in the order in which their items will be ready. Items that the plan
+        does not move (a share with nobody to receive it) are left out.
+        """
+        if exchange not in self.plan.exchanges:
+            raise ValueError(f"Invalid exchange={exchange!r}. Must be in {EXCHANGES}.")
+        return Flight(self, exchange, tuple(names), dtype, torch.device(device))
+
+    def agree(self, vector: Tensor) -> Tensor:
+        """The sum of a small vector over all ranks, on all ranks."""
+        return self._everywhere("agree", vector.clone(), dist.ReduceOp.SUM)()
+
+    def largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        """Start to find the largest of each number over all ranks; call to wait."""
+        vector = torch.tensor(numbers, dtype=torch.int64)
+        ask = self._everywhere("control", vector, dist.ReduceOp.MAX)
+        return lambda: ask().tolist()
+
+    def _everywhere(self, lane: str, vector: Tensor, op: Any) -> Callable[[], Tensor]:
+        if self.world == 1:
+            return lambda: vector
+        size = vector.numel() * vector.element_size()
+        self.moved.add(lane, calls=1, sent=size, received=size)
+        with self.explained(lane):
+            work = self._links.all_reduce((lane, self._everyone), vector, op)
+        return lambda: self._waited(lane, work, vector)
+
+    def _waited(self, lane: str, work: Any, vector: Tensor) -> Tensor:
+        with self.explained(lane):
+            work.wait()
+        return vector
+
+    def close(self) -> None:
+        """Stop showing signs of life. A communicator that is dropped does so too."""
+        if self.world > 1:
+            self._stop_pulse()
+
+    def end_step(self) -> None:
+        """Close the counts of a step; ``traffic()["step"]`` is then that step's."""
+        self.moved.end_step()
+
+    def traffic(self) -> dict[str, Counts]:
+        """Calls and bytes of this rank by exchange, of a step and in total.
+
+        ``step`` is the last step closed by ``end_step``, or all so far. Bytes are
+        payload as defined in `natgrad.plan.exchange`, so they equal the plan's
+        ``volumes()`` times the size of an element; contributions that came late, to
+        buckets already gone, add to them. ``agree`` and ``control`` (who is late) are
+        not in the plan.
+        """
+        return self.moved.report()
+
+    # -- what a flight needs ----------------------------------------------------------
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream on which exchanges run on a GPU."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    @contextmanager
+    def explained(self, doing: str) -> Generator[None]:
+        """Turn a collective's error into one that says who is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            verdict = self._pulse.verdict()
+            raise CommError(f"{doing} failed. {verdict}\n{error}") from error
+
+    def stages(self, exchange: str, bucket: Bucket, wire: Tensor) -> list[Stage]:
+        """The collectives that move a bucket, each stage after the one before."""
+        if len(bucket.ranks) == 1:
+            return []
+        links, key = self._links, (_lane(exchange, bucket), bucket.ranks)
+        parts = [(peer, wire[part]) for peer, part in bucket.segments]
+        if bucket.kind == "gather":
+            return [lambda: [links.broadcast(key, x, r) for r, x in parts]]
+        if self._nodes and bucket.kind == "reduce":
+            return self._reduce_by_node(exchange, parts)
+        if self._nodes:
+            return self._all_reduce_by_node(exchange, wire)
+        if bucket.kind == "reduce":
+            return [lambda: [links.reduce(key, x, r) for r, x in parts]]
+        return [lambda: [links.all_reduce(key, wire)]]
+
+    def _reduce_by_node(
+        self, exchange: str, parts: list[tuple[int, Tensor]]
+    ) -> list[Stage]:
+        """Within a node to whoever has the peer's place there, then between nodes."""
+        links, (place, node, rail) = self._links, self._at(exchange)
+        spot = {r: i for ranks in self._nodes for i, r in enumerate(ranks)}
+        ours = [(r, x) for r, x in parts if spot[r] == place]
+        return [
+            lambda: [links.reduce(node, x, node[1][spot[r]]) for r, x in parts],
+            lambda: [links.reduce(rail, x, r) for r, x in ours],
+        ]
+
+    def _all_reduce_by_node(self, exchange: str, wire: Tensor) -> list[Stage]:
+        """Each rank of a node sums a chunk there, then with its peers elsewhere."""
+        links, (_, node, rail) = self._links, self._at(exchange)
+        chunks = zip(node[1], wire.tensor_split(len(node[1])), strict=True)
+        parts = [(r, x) for r, x in chunks if x.numel()]
+        ours = [x for r, x in parts if r == self.rank]
+        down = (exchange + DOWN, node[1])
+        return [
+            lambda: [links.reduce(node, x, r) for r, x in parts],
+            lambda: [links.all_reduce(rail, x) for x in ours],
+            lambda: [links.broadcast(down, x, r) for r, x in parts],
+        ]
+
+    def _at(self, exchange: str) -> tuple[int, Key, Key]:
+        """This rank's place in its node, its node, and the same place of all nodes."""
+        node = next(ranks for ranks in self._nodes if self.rank in ranks)
+        place = node.index(self.rank)
+        return place, (exchange, node), (exchange, rails_of(self._nodes)[place])
+
+
+class _Links:
+    """Process groups by lane and ranks, and the collectives on them, all started
+    without waiting. Ranks are those of ``group``.
+    """
+
+    def __init__(self, group: Any, timeout: float) -> None:
+        self._globals = dist.get_process_group_ranks(group)
+        # Ranks outside of a group given by the user cannot take part in making ours.
+        self._local = group is not None
+        self._timeout = timedelta(seconds=timeout)
+        self._groups: dict[Key, Any] = {}
+
+    def open(self, keys: Iterable[Key], backend: str | None = None) -> None:
+        for lane, ranks in keys:
+            self._groups[lane, ranks] = dist.new_group(
+                [self._globals[rank] for rank in ranks],
+                timeout=self._timeout,
+                backend=backend,
+                use_local_synchronization=self._local,
+            )
+
+    def tell(self, said: Any) -> list[Any]:
+        """What every rank says, on all ranks."""
+        heard: list[Any] = [None] * len(self._globals)
+        everyone = tuple(range(len(self._globals)))
+        dist.all_gather_object(heard, said, group=self._groups["control", everyone])
+        return heard
+
+    def all_reduce(self, key: Key, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+        return dist.all_reduce(x, op=op, group=self._groups[key], async_op=True)
+
+    def reduce(self, key: Key, x: Tensor, to: int) -> Any:
+        rank = self._globals[to]
+        return dist.reduce(x, dst=rank, group=self._groups[key], async_op=True)
+
+    def broadcast(self, key: Key, x: Tensor, source: int) -> Any:
+        rank = self._globals[source]
+        return dist.broadcast(x, src=rank, group=self._groups[key], async_op=True)
+
+
+def _lane(exchange: str, bucket: Bucket) -> str:
+    # Shares never overlap backward, so they need no order of their own.
+    return "share" if bucket.kind == "gather" else exchange
+
+
+def _layouts(
+    plan: Plan,
+) -> Callable[
+    [str, tuple[str, ...], int], tuple[tuple[Bucket, ...], tuple[Bucket, ...]]
+]:
+    return lambda exchange, names, limit: make_buckets(
+        plan.exchanges[exchange], names, limit
+    )
+
+
+def _store() -> Any:
+    """The job's store, under a prefix that is new for each communicator."""
+    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    # A clone has its own connection: a wait on the other does not hold it up.
+    own = store.clone() if hasattr(store, "clone") else store
+    return dist.PrefixStore(f"natgrad/{next(_serial)}", own)
+
+
+def _require_same(what: str, said: Sequence[str]) -> None:
+    """Raise the same error on all ranks unless all say the same."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, text in enumerate(said):
+        ranks[text].append(rank)
+    if len(ranks) > 1:
+        lines = (f"  ranks {who}: {text}" for text, who in ranks.items())
+        raise ValueError(f"Ranks have different {what}:\n" + "\n".join(lines))

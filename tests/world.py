@@ -1,0 +1,119 @@
+"""Run a function on N ranks: real processes, gloo over loopback.
+
+Processes are forked from a server that has imported what tests import, so a world of
+four starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = get_context("forkserver")
+_context.set_forkserver_preload(["torch", "pytest", "hypothesis", "natgrad"])
+
+
+class RankError(RuntimeError):
+    """A rank failed. ``rank`` says which; the message has its traceback."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(f"rank {rank} failed:\n{message}")
+        self.rank = rank
+
+
+def run_world(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    may_die: Collection[int] = (),
+) -> list[Any]:
+    """Call ``function(rank, *args)`` on ``world`` ranks and return their results.
+
+    The default process group is gloo. The function and its arguments are pickled, so
+    it must be at the top of a module. The first rank to fail raises RankError here and
+    ends the others; after ``timeout`` seconds TimeoutError names who still runs.
+    Ranks in ``may_die`` may exit without a result, which is then None.
+    """
+    # The store lives here, so that it outlives whichever rank a test kills.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    task = pickle.dumps((function, args))
+    ranks = [_Rank(rank, world, store.port, task) for rank in range(world)]
+    try:
+        return _collect(ranks, time.monotonic() + timeout, may_die)
+    finally:
+        for rank in ranks:
+            rank.end()
+
+
+class _Rank:
+    def __init__(self, rank: int, world: int, port: int, task: bytes) -> None:
+        self.rank = rank
+        self.pipe, theirs = _context.Pipe(duplex=False)
+        target = (theirs, rank, world, port, task)
+        self.process = _context.Process(target=_main, args=target, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def result(self) -> tuple[bool, Any]:
+        try:
+            return pickle.loads(self.pipe.recv_bytes())
+        except EOFError:
+            self.process.join()
+            return False, None
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _collect(ranks: list[_Rank], deadline: float, may_die: Collection[int]) -> list:
+    waiting = {rank.pipe: rank for rank in ranks}
+    results: list[Any] = [None] * len(ranks)
+    while waiting:
+        ready = connection.wait(list(waiting), max(0, deadline - time.monotonic()))
+        if not ready:
+            running = sorted(rank.rank for rank in waiting.values())
+            raise TimeoutError(f"ranks {running} still run")
+        for pipe in ready:
+            rank = waiting.pop(pipe)  # type: ignore[arg-type]
+            good, value = rank.result()
+            if good:
+                results[rank.rank] = value
+            elif value is not None or rank.rank not in may_die:
+                code = rank.process.exitcode
+                raise RankError(rank.rank, value or f"exited with code {code}")
+    return results
+
+
+def _main(
+    pipe: connection.Connection, rank: int, world: int, port: int, task: bytes
+) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        limit = timedelta(seconds=60)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=limit
+        )
+        function, args = pickle.loads(task)
+        answer = True, function(rank, *args)
+    except BaseException:
+        answer = False, traceback.format_exc()
+    pipe.send_bytes(pickle.dumps(answer))
+    pipe.close()
+    if answer[0] and dist.is_initialized():
+        dist.destroy_process_group()
+    # A failed rank's threads may hang in gloo: leave without joining them.
+    os._exit(0)
