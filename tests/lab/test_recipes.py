@@ -87,7 +87,7 @@ def test_ma_extends_the_budget_with_the_batch() -> None:
 
 
 def test_an_unknown_recipe_gets_a_suggestion() -> None:
-    with pytest.raises(UserError, match="Did you mean .*digits-sgd"):
+    with pytest.raises(UserError, match=r"Did you mean .*digits-sgd"):
         find("digit-sgd")
 
 

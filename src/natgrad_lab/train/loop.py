@@ -148,10 +148,18 @@ class Trainer:
         smoothing = self.config.data.label_smoothing
         return F.cross_entropy(rows, labels.flatten(), label_smoothing=smoothing)
 
-    @torch.no_grad()
     def _evaluate(self, bar: Bar) -> None:
-        if self.method.reduces:
-            self.world.average_buffers(self.model)
+        with self.world.average_buffers(self.model):
+            loss, accuracy = self._test()
+        seconds = self.clock.total
+        self._write(
+            "test", epoch=self.epoch, loss=loss, accuracy=accuracy, seconds=seconds
+        )
+        bar.say(self.step, self.epoch, loss=loss, accuracy=accuracy, seconds=seconds)
+
+    @torch.no_grad()
+    def _test(self) -> tuple[float, float]:
+        """Mean loss and accuracy in percent over the whole test set."""
         self.model.eval()
         totals = torch.zeros(3, dtype=torch.float64)
         for inputs, labels in self.feed.test():
@@ -160,12 +168,7 @@ class Trainer:
             totals[1] += (rows.argmax(-1) == flat).sum().cpu()
             totals[2] += flat.numel()
         loss, right, count = self.world.sum(totals).tolist()
-        loss, accuracy = loss / count, 100.0 * right / count
-        seconds = self.clock.total
-        self._write(
-            "test", epoch=self.epoch, loss=loss, accuracy=accuracy, seconds=seconds
-        )
-        bar.say(self.step, self.epoch, loss=loss, accuracy=accuracy, seconds=seconds)
+        return loss / count, 100.0 * right / count
 
     def _log(self) -> bool:
         """Write a training record; False when the loss is not finite."""

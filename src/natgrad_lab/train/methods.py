@@ -22,14 +22,12 @@ from natgrad_lab.train.schedules import make_damping, make_refresh
 class Method:
     """An update rule ready to step.
 
-    ``curved`` is the object that estimates statistics (KFAC or SPNGD), if any;
-    ``reduces`` says that it averages gradients over the ranks itself (no DDP).
+    ``curved`` is the object that estimates statistics (KFAC or SPNGD), if any.
     """
 
     optimizer: Optimizer
     curved: KFAC | SPNGD | None = None
     damping: Callable[[int], float] | None = None
-    reduces: bool = False
     sampled: bool = False
 
     def before_backward(self, outputs: Tensor) -> None:
@@ -68,8 +66,8 @@ def curvature_facts(curved: KFAC | SPNGD) -> dict[str, Any]:
 
 
 def total_bytes(traffic: dict[str, Any]) -> int:
-    """Bytes moved by all exchanges since the start."""
-    return int(sum(each["bytes"] for each in traffic["total"].values()))
+    """Bytes this rank sent in all exchanges since the start."""
+    return int(sum(each["sent"] for each in traffic["total"].values()))
 
 
 def make(model: nn.Module, config: TrainConfig, *, examples: int) -> Method:
@@ -108,7 +106,6 @@ def _spngd(model: nn.Module, config: TrainConfig, examples: int) -> Method:
         optimizer=optimizer,
         curved=optimizer,
         damping=damping,
-        reduces=True,
         sampled=config.curvature.fisher == "sampled",
     )
 

@@ -47,13 +47,20 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def average_buffers(self, model: nn.Module) -> None:
-        """Average floating-point buffers (batch norm's statistics) over the ranks."""
+    @contextmanager
+    def average_buffers(self, model: nn.Module) -> Iterator[None]:
+        """Inside, batch norm's statistics are the ranks' average; after, their own."""
+        own = [x for x in model.buffers() if x.is_floating_point()]
         if self.size == 1:
-            return
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                self.sum(buffer).div_(self.size)
+            own = []
+        before = [buffer.clone() for buffer in own]
+        for buffer in own:
+            self.sum(buffer).div_(self.size)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(own, before, strict=True):
+                buffer.copy_(value)
 
     def data_parallel(self, model: nn.Module) -> nn.Module:
         """The model with its gradients averaged by DDP."""

@@ -1,0 +1,99 @@
+"""Update rules: each lowers a loss, Muon sees matrices, states load safely."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from natgrad_lab.errors import UserError
+from natgrad_lab.train import methods
+from natgrad_lab.train.config import CurvatureConfig, OptimizerConfig, TrainConfig
+from natgrad_lab.train.muon import FlatMuon, flat_view
+
+CURVED = CurvatureConfig(damping=0.1, norm="unit")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4 * 4 * 4, 3))
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(8, 2, 6, 6, generator=generator)
+    model.zero_grad()
+    model(inputs).square().mean().backward()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_muon_steps_flattened_convolutions_as_matrices(layout: Any) -> None:
+    model = net().to(memory_format=layout)  # type: ignore[call-overload]
+    conv = model[0].weight  # type: ignore[index]
+    optimizer = methods.make(
+        model,
+        TrainConfig(optimizer=OptimizerConfig(name="muon", lr=0.1, momentum=0.0)),
+        examples=100,
+    ).optimizer
+    backward(model, 1)
+    matrix = nn.Parameter(flat_view(conv.detach()).clone())
+    moved = conv.grad if layout == torch.contiguous_format else conv.grad.movedim(1, -1)
+    matrix.grad = moved.reshape(4, -1).clone()
+    torch.optim.Muon([matrix], lr=0.1, momentum=0.0, weight_decay=0.0).step()
+    optimizer.step()
+    torch.testing.assert_close(flat_view(conv.detach()), matrix.detach())
+
+
+def test_muon_gives_the_rest_to_sgd_and_resumes() -> None:
+    def make(model: nn.Module) -> FlatMuon:
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() == 1]
+        return FlatMuon(matrices, rest, lr=0.05, rest_lr=0.2)
+
+    one, two = net(), net()
+    first, second = make(one), make(two)
+    backward(one, 0)
+    bias = one[0].bias  # type: ignore[index]
+    expected = bias.detach() - 0.2 * bias.grad
+    first.step()
+    torch.testing.assert_close(bias.detach(), expected)
+    two.load_state_dict(one.state_dict())
+    second.load_state_dict(deepcopy(first.state_dict()))
+    for model, optimizer in ((one, first), (two, second)):
+        backward(model, 1)
+        optimizer.step()
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "soap", "shampoo", "spngd"])
+def test_every_optimizer_lowers_the_loss_and_its_state_loads_safely(
+    name: Any, tmp_path: Path
+) -> None:
+    model = net()
+    settings = TrainConfig(
+        optimizer=OptimizerConfig(name=name, lr=0.01), curvature=CURVED
+    )
+    method = methods.make(model, settings, examples=100)
+    inputs, labels = torch.randn(32, 2, 6, 6), torch.randint(3, (32,))
+    losses = []
+    for _ in range(12):
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        method.optimizer.step()
+        method.optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    torch.save(method.optimizer.state_dict(), tmp_path / "state.pt")
+    torch.load(tmp_path / "state.pt", weights_only=True)
+    assert method.facts(12)["lr"] == 0.01
+    method.close()
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pytorch_optimizer", None)
+    settings = TrainConfig(optimizer=OptimizerConfig(name="soap"))
+    with pytest.raises(UserError, match="pip install pytorch_optimizer"):
+        methods.make(net(), settings, examples=100)
