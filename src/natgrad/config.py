@@ -1,6 +1,7 @@
 """How curvature is estimated and applied: one frozen, validated dataclass."""
 
 import math
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -48,7 +49,8 @@ class Curvature:
             ``"expand"`` (each position on its own) or ``"reduce"`` (averaged first).
         norm: the block kind of normalisation layers.
         norm_damping_ratio: rho, multiplies the damping of normalisation layers.
-        skip: names of layers that keep their plain gradient.
+        skip: names of layers, or of modules that contain layers, that keep their plain
+            gradient.
         subsample: estimate from every k-th example, starting at a random one; 1 uses
             all. Unbiased, and the same choice on every rank.
     """
@@ -85,11 +87,17 @@ class Curvature:
             raise TypeError(
                 f"Invalid skip={self.skip!r}. Must be a collection of layer names."
             )
+        # in one order on every rank, also if given as a set
+        object.__setattr__(self, "skip", tuple(sorted(self.skip)))
         if self.loss == "tokens" and self.sharing == "reduce":
             raise ValueError(
                 "Invalid sharing='reduce' with loss='tokens'. A reduced layer has no "
                 "positions left to average over: use loss='mean' or sharing='expand'."
             )
+
+    def fingerprint(self) -> str:
+        """All options as text, alike in processes that were given the same ones."""
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(self))
 
     def damping_at(self, step: int) -> float:
         """Lambda at a step, checked when it comes from a schedule."""
@@ -114,13 +122,14 @@ def require_number(
     legal: str,
     *,
     low: float = -math.inf,
+    high: float = math.inf,
     above: float = -math.inf,
     below: float = math.inf,
 ) -> None:
-    """Raise unless ``value`` is a finite number, >= low, > above and < below."""
+    """Raise unless it is a finite number, >= low, <= high, > above and < below."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"Invalid {name}={value!r}. Must be {legal}.")
-    if not (math.isfinite(value) and value >= low and above < value < below):
+    if not (math.isfinite(value) and low <= value <= high and above < value < below):
         raise ValueError(f"Invalid {name}={value!r}. Must be {legal}.")
 
 

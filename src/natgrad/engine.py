@@ -54,7 +54,9 @@ class Engine:
             gradients="ddp" if ddp else "own",
             inverse=config.damping_style,
         )
-        self.comm = Communicator(self.plan, comm, group, fingerprint=repr(config))
+        self.comm = Communicator(
+            self.plan, comm, group, fingerprint=config.fingerprint()
+        )
         self.own_gradients = not ddp and self.comm.world > 1
         if self.own_gradients and grad_scaler is not None:
             raise ValueError(
@@ -146,7 +148,13 @@ class Engine:
     def share(
         self, values: dict[str, Tensor], present: frozenset[str]
     ) -> dict[str, Tensor]:
-        """Workers' tensors (updates or weights) on every rank, as ``(s, m, n)``."""
+        """The tensors (updates or weights) that other ranks work on, ``(s, m, n)``.
+
+        Sent in half precision, this rank's own come back too, rounded as others see
+        them, so that all ranks go on with the same numbers.
+        """
+        if self.comm.world == 1:
+            return {}
         names = [b.name for b in self.blocks if b.name in present]
         flight = self.comm.begin(
             "share_updates", names, self.like.dtype, self.like.device
@@ -154,11 +162,9 @@ class Engine:
         for name in names:
             if name in values:
                 flight.put(name, values[name].flatten())
-        received = flight.finish()
-        return values | {
+        return {
             name: flat.reshape(_shape(self.block[name]))
-            for name, flat in received.items()
-            if name not in values
+            for name, flat in flight.finish().items()
         }
 
     def write_gradients(self, updates: dict[str, Tensor], scale: Tensor | None) -> None:
@@ -175,6 +181,7 @@ class Engine:
         if self.step == 0:
             self._warn_silent()
         self.statistics.step += 1
+        self.comm.end_step()
         self.begin()
 
     def skip_step(self) -> None:
@@ -222,8 +229,9 @@ class Engine:
         self.begin()
 
     def close(self) -> None:
-        """Remove every hook."""
+        """Remove every hook and stop communicating."""
         self.capture.close()
+        self.comm.close()
         for handle in self._gradients.handles if self._gradients else ():
             handle.remove()
         self.closed = True

@@ -52,7 +52,7 @@ class KFAC(Inspectable):
         norm: blocks of normalisation layers: ``"skip"``, ``"unit"``, ``"diag"`` or
             ``"full"``.
         norm_damping_ratio: multiplies the damping of normalisation layers.
-        skip: names of layers to leave out.
+        skip: names of layers, or of modules that contain them, to leave out.
         subsample: estimate statistics from every k-th example only; 1 uses all.
         grad_scaler: the `torch.amp.GradScaler` in use, to undo its loss scale.
         strategy: how several ranks share the work: ``"factor_wise"``,
@@ -89,6 +89,8 @@ class KFAC(Inspectable):
     ) -> None:
         if kl_clip is not None:
             require_number("kl_clip", kl_clip, "a number > 0, or None", above=0.0)
+        if lr is not None:
+            require_number("lr", lr, "a number > 0", above=0.0)
         if kl_clip is not None and optimizer is None and lr is None:
             raise ValueError(
                 f"kl_clip={kl_clip} needs the learning rate: give an optimizer or lr=, "
@@ -121,8 +123,24 @@ class KFAC(Inspectable):
         )
         self._handles: list[Any] = []
         if optimizer is not None:
-            hook = optimizer.register_step_pre_hook(lambda *_: self.step())
+            hook = optimizer.register_step_pre_hook(self._before_step)
             self._handles = [hook, *travel_with(optimizer, self)]
+
+    def _before_step(
+        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Precondition; given a closure, as Lightning does, each time it has run."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.step()
+            return None
+
+        def preconditioned() -> Any:
+            loss = closure()
+            self.step()
+            return loss
+
+        return args[:1], {**kwargs, "closure": preconditioned}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -142,8 +160,8 @@ class KFAC(Inspectable):
         engine.refresh(sums, captured.forwards, verdict)
         updates = engine.precondition(gradients, verdict.present)
         scale = self._kl_scale(gradients, updates)
-        updates = engine.share(updates, verdict.present)
-        engine.write_gradients(updates, scale)
+        shared = engine.share(updates, verdict.present)
+        engine.write_gradients(updates | shared, scale)
         engine.end()
 
     def _kl_scale(

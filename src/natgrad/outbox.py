@@ -33,9 +33,14 @@ class StatisticsOutbox:
     def open(self, names: Sequence[str]) -> None:
         """Begin a step that estimates these statistics."""
         self._names, self.traces = list(names), {}
-        self._flight = self._comm.begin(
-            "reduce_statistics", self._names, self._like.dtype, self._like.device
-        )
+        if self._comm.world > 1:
+            self._flight = self._comm.begin(
+                "reduce_statistics",
+                # a backward reaches the last layers first
+                reversed(self._names),
+                self._like.dtype,
+                self._like.device,
+            )
 
     def grown(self, name: str, captured: Captured) -> None:
         """A statistic's sum has grown; send it if that was the last part."""
@@ -45,25 +50,26 @@ class StatisticsOutbox:
 
     def finish(self, captured: Captured) -> dict[str, Tensor]:
         """Send what is left; returns the packed sums of owned statistics."""
-        assert self._flight is not None
+        kept: dict[str, Tensor] = {}
         for name in self._names:
             if name in captured.sums:
-                self._send(name, captured.sums.pop(name))
+                kept[name] = self._send(name, captured.sums.pop(name))
             self.traces.setdefault(name, self._like.new_zeros(()))
         self._expected |= captured.calls
-        return self._flight.finish()
+        return kept if self._flight is None else self._flight.finish()
 
     def abandon(self) -> None:
         """Throw away what was sent of a step that never came to its end."""
-        assert self._flight is not None
-        self._flight.finish()
+        if self._flight is not None:
+            self._flight.finish()
         self.open(self._names)
 
-    def _send(self, name: str, x: Tensor) -> None:
-        assert self._flight is not None
-        part = trace(x)
+    def _send(self, name: str, x: Tensor) -> Tensor:
+        part, flat = trace(x), flatten(x)
         self.traces[name] = self.traces[name] + part if name in self.traces else part
-        self._flight.put(name, flatten(x))
+        if self._flight is not None:
+            self._flight.put(name, flat)
+        return flat
 
 
 class GradientOutbox:
@@ -90,7 +96,7 @@ class GradientOutbox:
     def open(self) -> None:
         """Begin a step."""
         self._sent, self._arrived = {}, {}
-        names = [b.name for b in self._blocks]
+        names = [b.name for b in reversed(self._blocks)]
         self._flight = self._comm.begin(
             "reduce_gradients", names, self._like.dtype, self._like.device
         )

@@ -114,6 +114,7 @@ class SPNGD(Inspectable, Optimizer):
             groups,
             {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
         )
+        self._group_of()  # raises if a block is in no group
         self._handles = travel_with(self, _Curvature(self.engine))
 
     @torch.no_grad()
@@ -208,9 +209,8 @@ class SPNGD(Inspectable, Optimizer):
         weights = {b.name: b.fold(list(b.parameters)) for b in mine}
         for name, stack in self.engine.share(weights, present).items():
             block = self.engine.block[name]
-            if name not in weights:
-                for p, x in zip(block.parameters, block.unfold(stack), strict=True):
-                    p.copy_(x)
+            for p, x in zip(block.parameters, block.unfold(stack), strict=True):
+                p.copy_(x)
 
     def _group_of(self) -> dict[int, dict[str, Any]]:
         groups = {id(p): g for g in self.param_groups for p in g["params"]}

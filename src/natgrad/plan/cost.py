@@ -86,8 +86,10 @@ def inverse_elements(spec: StatisticSpec, inverse: str) -> int:
     """Elements sent to share an inverse.
 
     A dense inverse is symmetric and goes packed, ``s n (n + 1) / 2``; an
-    eigendecomposition is vectors and values, ``s (n n + n)``; a diagonal ``s n``.
+    eigendecomposition is vectors and values, ``s (n n + n)``; a diagonal ``s n``. The
+    one statistic of a normalisation layer is inverted densely in either style.
     """
-    if spec.diagonal or check_inverse(inverse) == "factored":
+    one_sided = spec.kind not in ("A", "G")
+    if spec.diagonal or one_sided or check_inverse(inverse) == "factored":
         return spec.packed
     return spec.elements + spec.stack * spec.size
