@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _dispatch(given)
+    except BrokenPipeError:
+        return 0
     except (UserError, ValueError, OSError) as error:
         if os.environ.get("NATGRAD_DEBUG") == "1":
             raise
@@ -58,8 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("natgrad: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        return 0
 
 
 def _dispatch(given: Sequence[str]) -> int:

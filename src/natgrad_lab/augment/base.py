@@ -57,5 +57,5 @@ def uniforms_for(inputs: Tensor, randoms: int, uniforms: Tensor | None) -> Tenso
 
 def whole_number(uniforms: Tensor, count: Tensor | int) -> Tensor:
     """Map [0, 1) to 0 .. count - 1, evenly."""
-    # u * count can round up to count itself
-    return (uniforms * count).long().clamp(max=count - 1)
+    # torch.rand's largest, 1 - 2**-24, never rounds up to count in this product
+    return (uniforms * count).long()

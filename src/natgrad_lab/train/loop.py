@@ -1,7 +1,7 @@
 """The training loop: one object, one step that reads top to bottom."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -240,7 +240,7 @@ class Trainer:
         return model.to(memory_format=layout), layout  # type: ignore[call-overload]
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self) -> Generator[None]:
         if self.world.main:
             board = self.config.tensorboard
             self._metrics = MetricsWriter(self.run.folder, tensorboard=board)

@@ -34,7 +34,7 @@ class FlatMuon(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         matrices, rest = list(matrices), list(rest)
-        shared = {"momentum": momentum, "weight_decay": weight_decay}
+        shared: dict[str, Any] = {"momentum": momentum, "weight_decay": weight_decay}
         groups: list[dict[str, Any]] = [
             {"params": matrices, "lr": lr},
             {"params": rest, "lr": rest_lr},

@@ -1,7 +1,7 @@
 """One process or many: the only place in the lab that talks to torch.distributed."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -48,7 +48,7 @@ class World:
         return box[0]
 
     @contextmanager
-    def average_buffers(self, model: nn.Module) -> Iterator[None]:
+    def average_buffers(self, model: nn.Module) -> Generator[None]:
         """Inside, batch norm's statistics are the ranks' average; after, their own."""
         own = [x for x in model.buffers() if x.is_floating_point()]
         if self.size == 1:
@@ -71,7 +71,7 @@ class World:
 
 
 @contextmanager
-def processes(timeout: float = 600.0) -> Iterator[World]:
+def processes(timeout: float = 600.0) -> Generator[World]:
     """Join torchrun's process group, if there is one, and leave it at the end.
 
     gloo on CPU; with CUDA, NCCL for device tensors and gloo for control messages.

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM as a request to stop after the current step."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -31,7 +31,7 @@ class StopRequest:
 
 
 @contextmanager
-def stop_request() -> Iterator[StopRequest]:
+def stop_request() -> Generator[StopRequest]:
     """Catch signals inside the block."""
     request = StopRequest()
     request.listen()
