@@ -92,7 +92,7 @@ class WarmupStepDecay(LRScheduler):
     ) -> None:
         require_number("factor", factor, "a number > 0", above=0.0)
         require_number("warmup", warmup, "a number >= 0", low=0.0)
-        require_number("warmup_start", warmup_start, "in [0, 1]", low=0.0)
+        require_number("warmup_start", warmup_start, "in [0, 1]", low=0.0, high=1.0)
         require_count("steps_per_epoch", steps_per_epoch)
         self.milestones = _ascending("milestones", milestones)
         self.decay, self.warmup, self.warmup_start = factor, warmup, warmup_start

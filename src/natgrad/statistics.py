@@ -64,6 +64,7 @@ class Statistics:
 
         ``sums`` are the owned statistics' packed sums over ranks and k micro-batches.
         """
+        self.config.damping_at(self.step)  # raises before anything has changed
         due = self.due()
         estimated = self._estimate(due, sums, k, verdict)
         # A due statistic without a usable estimate is tried again in the next step,
@@ -110,8 +111,12 @@ class Statistics:
         return split_damping(damping, pi)[s is left]
 
     def accumulation_factor(self, s: StatisticState, k: int) -> float:
-        """Undoes the division of each of k micro-batches' losses by k."""
-        mean = self.config.accumulation == "mean"
+        """Undoes the division of each of k micro-batches' losses by k.
+
+        The losses of sampled labels are never divided.
+        """
+        config = self.config
+        mean = config.accumulation == "mean" and config.fisher == "empirical"
         return float(k * k) if mean and s.spec.kind not in POSITION_KINDS else 1.0
 
     def dense(self, s: StatisticState) -> Tensor:

@@ -45,7 +45,10 @@ class Inspectable:
         return self.engine.comm.traffic()
 
     def health(self) -> dict[str, Any]:
-        """Steps skipped, estimates quarantined and inversions failed so far."""
+        """Steps skipped and estimates quarantined so far; inversions failed in a row.
+
+        Counts by statistic are only of those that have one.
+        """
         states = self.engine.statistics.states.values()
         return {
             "skipped_steps": self.engine.skipped_steps,

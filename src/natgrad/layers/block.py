@@ -116,7 +116,7 @@ def _layers(
         kind = kind_of(module, options)
         if kind is None:
             continue
-        if name in skip:
+        if _within(name, skip):
             yield name, module, "named in skip"
         elif module in inert:
             yield name, module, f"{inert[module]} does not call it as a layer"
@@ -187,6 +187,11 @@ def _why_unknown(model: nn.Module, parameter_name: str) -> str:
     if kind_of(owner, LayerOptions()) is not None:
         return "it is not a trainable weight of its layer"
     return f"{type(owner).__name__} is not a known layer"
+
+
+def _within(name: str, skip: Collection[str]) -> bool:
+    """Whether a layer, or a module that contains it, is named in ``skip``."""
+    return any(name == s or name.startswith(f"{s}.") for s in skip)
 
 
 def _note(reasons: dict[int, str], module: nn.Module, reason: str) -> None:
