@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format clean
+.PHONY: help venv demo test check bench format clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,10 @@ check: $(STAMP) ## lint, formatting and types
 
 test: check ## check, then every test
 	$(BIN)/python -m pytest
+
+bench: $(STAMP) ## time a step against SGD and peers, one process and two (10 minutes)
+	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python -m benchmarks.distributed
 
 format: $(STAMP) ## apply the formatter and the safe lint fixes
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,84 @@
+"""The figures of the benchmarks."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+GREY, BLUES = "#9aa0a6", ("#1f6fb4", "#17a2a2", "#7b4fb0", "#d1495b")
+
+Line = tuple[Sequence[float], Sequence[float]]
+
+
+def step_time_figure(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Bars of the ratio to SGD, a panel for each case; ours in colour."""
+    if not results:
+        return
+    columns = min(3, len(results))
+    lines = -(-len(results) // columns)
+    most = max(len(r["rows"]) for r in results)
+    size = (5.2 * columns, (0.24 * most + 1.0) * lines)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False)
+    for axis in axes.flat[len(results) :]:
+        axis.axis("off")
+    for axis, result in zip(axes.flat, results, strict=False):
+        _bars(axis, result)
+    _save(figure, path)
+
+
+def _bars(axis: Any, result: Mapping[str, Any]) -> None:
+    rows = result["rows"][1:][::-1]
+    names = [f"{r['contender'].removesuffix(' adaptive')}, {r['policy']}" for r in rows]
+    ratios = [r["ratio"] for r in rows]
+    error = [
+        [max(0.0, r["ratio"] - r["low"]) for r in rows],
+        [max(0.0, r["high"] - r["ratio"]) for r in rows],
+    ]
+    colours = [BLUES[0] if n.startswith("natgrad") else GREY for n in names]
+    axis.barh(names, ratios, xerr=error, color=colours, height=0.7)
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    for i, ratio in enumerate(ratios):
+        axis.annotate(f" {ratio:.2f}", (ratio, i), va="center", fontsize=7)
+    if max(ratios) > 8:
+        axis.set_xscale("log")
+    axis.tick_params(labelsize=7)
+    plural = "s" if result["threads"] > 1 else ""
+    axis.set_title(
+        f"{result['label']}, batch {result['batch']}, "
+        f"{result['threads']} thread{plural}",
+        fontsize=9,
+    )
+    axis.set_xlabel("cost of a step / SGD", fontsize=8)
+
+
+def lines_figure(
+    panels: Mapping[str, Mapping[str, Line]], xlabel: str, path: Path
+) -> None:
+    """Ratio to SGD against a size, a panel for each model."""
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.6 * len(panels), 3.4), squeeze=False
+    )
+    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
+        for i, (name, (x, y)) in enumerate(lines.items()):
+            style = "--" if "10/100" in name else "-"
+            colour = BLUES[(i // 2) % len(BLUES)]
+            axis.plot(x, y, style, marker="o", markersize=3, color=colour, label=name)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel(xlabel, fontsize=8)
+        axis.set_ylabel("cost of a step / SGD", fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.legend(fontsize=6)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,236 @@
+"""What a training step costs, next to SGD in the same process.
+
+    python -m benchmarks.step_time                 # the default set: `make bench`
+    python -m benchmarks.step_time --quick         # tiny models: seconds, no meaning
+    python -m benchmarks.step_time --only mlp gpt --threads 1
+
+Writes step_time.json, step_time.md and step_time.png. See the notes in `common` on
+kinds of steps, interleaving and clocks.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import memory, phases
+from benchmarks.cases import CASES, QUICK_CASES, Case
+from benchmarks.common import (
+    ADAPTIVE,
+    BASELINE,
+    EVERY_STEP,
+    RESULTS,
+    TEN_HUNDRED,
+    Contender,
+    describe,
+    interleave,
+    machine,
+    markdown_table,
+    megabytes,
+    say,
+    summarise,
+    tensor_bytes,
+    write_json,
+)
+from benchmarks.contenders import MAKERS, make_all
+from benchmarks.figures import step_time_figure
+
+TARGETS: dict[tuple[str, str], float] = {
+    ("resnet20", EVERY_STEP): 1.9,
+    ("resnet20", TEN_HUNDRED): 1.08,
+    ("resnet32", EVERY_STEP): 1.9,
+    ("resnet32", TEN_HUNDRED): 1.08,
+    ("mlp", EVERY_STEP): 4.0,
+    ("mlp", TEN_HUNDRED): 1.8,
+}
+"""Ratios to SGD to stay under, with one thread."""
+
+METHOD = """\
+Each number is the mean cost of a step over the cost of an SGD step (momentum 0.9) in
+the same run. Contenders take turns, one step at a time. *full* is a step that makes
+statistics and inverses, *statistics* one that makes statistics only, *plain* one that
+makes neither. `every step` is the median full step; `10/100` (statistics every 10
+steps, inverses every 100) is computed from the medians of the three kinds, weighted
+1 : 9 : 90; `1/10` and `1/100` of peers with two kinds likewise; `adaptive` is the mean
+of the steps that were run, with the share of statistics refreshed in them. `spread` is
+the quartiles of single rounds. With 1 thread times are CPU seconds of the process, with
+more wall seconds. `state` is what the optimizer keeps after a full step, momentum
+included; `peak` is memory at the highest point of the costliest kind of step, beyond
+what an SGD step takes."""
+
+
+def measure(name: str, case: Case, threads: int, options: Any) -> dict[str, Any]:
+    """One case with one number of threads."""
+    torch.set_num_threads(threads)
+    clock = "cpu" if threads == 1 else "wall"
+    say(f"{case.label}, batch {case.batch}, {threads} thread(s)")
+    contenders = make_all(case, options.layout, options.contenders, say)
+    samples = interleave(
+        contenders,
+        seconds=case.seconds[threads] * options.scale,
+        least=1 if options.quick else 2 if case.slow else 3,
+        most=1 if options.quick else 60,
+        say=lambda text: say(f"  {text}"),
+    )
+    rows = summarise(samples, contenders, clock)
+    sizes = memory_of(contenders)
+    for row in rows:
+        row |= sizes[row["contender"]]
+    for row in rows:
+        if row["contender"] != BASELINE:
+            say(f"  {row['contender']:28} {row['policy']:10} {row['ratio']:6.2f}x")
+    return {
+        "case": name,
+        "label": case.label,
+        "batch": case.batch,
+        "threads": threads,
+        "clock": clock,
+        "layout": options.layout if case.images else "contiguous",
+        "rows": rows,
+        "phases": phases_of(contenders, clock, options),
+    }
+
+
+def memory_of(contenders: list[Contender]) -> dict[str, dict[str, Any]]:
+    """Bytes kept and, beyond an SGD step, bytes at the peak of the costliest step."""
+    base = memory.peak(contenders[0], contenders[0].kinds[0])
+    found: dict[str, dict[str, Any]] = {}
+    for c in contenders:
+        highest = memory.peak(c, c.kinds[0])
+        # Now: a cycle begins with its full step, after which nothing waits for the next
+        # inverse.
+        state = c.state()
+        for kind in c.kinds[1:]:
+            highest = max(highest, memory.peak(c, kind))
+        found[c.name] = {
+            "state_bytes": None if state is None else tensor_bytes(state),
+            "peak_bytes": max(0, highest - base),
+        }
+    return found
+
+
+def phases_of(contenders: list[Contender], clock: str, options: Any) -> dict[str, Any]:
+    """Seconds by kind and phase of natgrad's contenders."""
+    rounds = 1 if options.quick else 3
+    return {
+        c.name: phases.measure(c, clock, rounds)
+        for c in contenders
+        if c.target is not None and ADAPTIVE not in c.policies
+    }
+
+
+# -- reports --------------------------------------------------------------------------
+
+
+def table(result: dict[str, Any]) -> str:
+    """One case in markdown."""
+    header = ("contender", "refresh", "ratio", "spread", "ms", "state MB", "peak MB")
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        note = f" ({row['refreshed']:.0%} refreshed)" if "refreshed" in row else ""
+        base = row["contender"] == BASELINE
+        rows.append(
+            (
+                row["contender"],
+                "" if base else row["policy"] + note,
+                f"{row['ratio']:.2f}x",
+                f"{row['low']:.2f} to {row['high']:.2f}",
+                f"{1e3 * row['seconds']:.1f}",
+                megabytes(row["state_bytes"]),
+                megabytes(row["peak_bytes"]),
+            )
+        )
+    return markdown_table(header, rows)
+
+
+def phase_table(result: dict[str, Any]) -> str:
+    """Milliseconds by phase of one case."""
+    header = ("contender", "kind of step", *phases.PHASES)
+    rows = [
+        (name, kind, *[f"{1e3 * seconds[p]:.1f}" for p in phases.PHASES])
+        for name, kinds in result["phases"].items()
+        for kind, seconds in kinds.items()
+    ]
+    return markdown_table(header, rows)
+
+
+def targets(results: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Rows of case, policy, target, each of our contenders' ratio, and the verdict."""
+    rows: list[tuple[str, ...]] = []
+    for result in results:
+        for row in result["rows"]:
+            limit = TARGETS.get((result["case"], row["policy"]))
+            ours = row["contender"].startswith("natgrad")
+            if limit is None or not ours or result["threads"] != 1:
+                continue
+            verdict = "met" if row["ratio"] <= limit else "missed"
+            cells = (result["label"], row["policy"], row["contender"])
+            rows.append((*cells, f"{limit}x", f"{row['ratio']:.2f}x", verdict))
+    return rows
+
+
+def report(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    """The whole run in markdown."""
+    parts = ["# What a step costs", describe(facts), METHOD]
+    judged = targets(results)
+    if judged:
+        header = ("model", "refresh", "contender", "target", "measured", "")
+        parts += ["## Targets (1 thread)", markdown_table(header, judged)]
+    for result in results:
+        threads = f"{result['threads']} thread" + "s" * (result["threads"] > 1)
+        parts.append(f"## {result['label']}, batch {result['batch']}, {threads}")
+        parts.append(table(result))
+        if result["phases"]:
+            parts += ["Milliseconds by phase:", phase_table(result)]
+    return "\n\n".join(parts) + "\n"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="tiny models, one round")
+    add("--only", nargs="+", default=[], metavar="CASE", help=", ".join(CASES))
+    add("--contenders", nargs="+", default=[], choices=MAKERS, metavar="NAME")
+    add("--threads", nargs="+", type=int, default=[1, 2])
+    add("--scale", type=float, default=1.0, help="times the time budget")
+    add("--layout", choices=("contiguous", "channels_last"), default="contiguous")
+    add("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    options.cases = QUICK_CASES if options.quick else CASES
+    unknown = set(options.only) - set(options.cases)
+    if unknown:
+        parser.error(f"Invalid --only {unknown}. Must be among {list(options.cases)}.")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run, print and write."""
+    options = parse(arguments)
+    results: list[dict[str, Any]] = []
+    facts = machine() | {"settings": {"layout": options.layout}}
+    for name, case in options.cases.items():
+        if options.only and name not in options.only:
+            continue
+        chosen = options.threads if name in options.only else None
+        for threads in sorted(set(options.threads) & set(case.seconds)) or chosen or ():
+            budget = case.seconds.get(threads, max(case.seconds.values()))
+            timed = dataclasses.replace(case, seconds={threads: budget})
+            results.append(measure(name, timed, threads, options))
+            # after each, so that a run that is stopped leaves what it has
+            write_json(
+                options.out / "step_time.json", {"machine": facts, "cases": results}
+            )
+    (options.out / "step_time.md").write_text(report(facts, results))
+    step_time_figure(results, options.out / "step_time.png")
+    for row in targets(results):
+        say("  ".join(row))
+    say(f"written to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The benchmarks run and their arithmetic is right; the numbers are not judged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import distributed as ranks
+from benchmarks import memory, phases, scaling, step_time, trace
+from benchmarks.cases import QUICK_CASES
+from benchmarks.common import (
+    FULL,
+    PLAIN,
+    REFRESHING,
+    STATISTICS,
+    Contender,
+    Sample,
+    interleave,
+    run_step,
+    summarise,
+    tensor_bytes,
+    turns,
+)
+from benchmarks.contenders import CYCLE, cycle, make_all
+
+import natgrad
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def contender(name: str, **settings: Any) -> Contender:
+    return Contender(name=name, step=lambda: None, **settings)
+
+
+def sampled(seconds: list[float]) -> list[Sample]:
+    return [Sample(round=i + 1, wall=x, cpu=2 * x) for i, x in enumerate(seconds)]
+
+
+def test_the_mean_of_a_policy_is_that_of_its_hundred_steps():
+    ours = contender("ours", kinds=CYCLE, policies=REFRESHING)
+    samples = {
+        ("SGD", PLAIN): sampled([2.0, 2.0, 9.0]),
+        ("ours", FULL): sampled([20.0, 20.0, 20.0]),
+        ("ours", STATISTICS): sampled([6.0, 6.0, 6.0]),
+        ("ours", PLAIN): sampled([4.0, 4.0, 4.0]),
+    }
+    _, every, seldom = summarise(samples, [contender("SGD"), ours], "wall")
+    hundred = [20.0, *[6.0] * 9, *[4.0] * 90]
+    assert every["ratio"] == pytest.approx(10.0)
+    assert seldom["seconds"] == pytest.approx(sum(hundred) / 100)
+    assert seldom["ratio"] == pytest.approx(sum(hundred) / 200)
+
+
+def test_an_adaptive_policy_is_compared_by_means():
+    ours = contender("ours", mean=True)
+    samples = {
+        ("SGD", PLAIN): sampled([1.0, 1.0, 4.0]),
+        ("ours", PLAIN): sampled([2.0, 2.0, 8.0]),
+    }
+    row = summarise(samples, [contender("SGD"), ours], "cpu")[1]
+    assert row["seconds"] == pytest.approx(8.0)
+    assert row["ratio"] == pytest.approx(2.0)
+
+
+def test_everyone_has_a_turn_for_each_kind_and_the_order_rotates():
+    everyone = [contender("SGD"), contender("a", kinds=CYCLE), contender("b")]
+    first, second = ([*turns(everyone, r)] for r in (0, 1))
+    assert [(c.name, k) for c, k in first] == [
+        ("SGD", PLAIN),
+        *[("a", kind) for kind in CYCLE],
+        ("b", PLAIN),
+    ]
+    assert [c.name for c, _ in second] == ["SGD", "b", "a", "a", "a"]
+
+
+def test_warm_up_is_not_counted_and_slow_peers_sit_out():
+    peer = contender("peer", max_rounds=1)
+    samples = interleave([contender("SGD"), peer], seconds=0, least=3)
+    assert len(samples["SGD", PLAIN]) == 3
+    assert len(samples["peer", PLAIN]) == 1
+
+
+def test_a_cycle_makes_the_kinds_of_steps_it_names():
+    case = QUICK_CASES["small mlp"]
+    kfac = make_all(case, "contiguous", ["KFAC eigen"])[1]
+    engine = kfac.target.engine
+    timing = next(iter(engine.statistics.states.values())).timing
+    made: list[tuple[int, int]] = []
+    for kind in CYCLE * 2:
+        before = timing.refreshed, timing.inverted
+        run_step(kfac, kind)
+        made.append((timing.refreshed - before[0], timing.inverted - before[1]))
+    assert made == [(1, 1), (1, 0), (0, 0)] * 2
+
+
+def test_a_cycle_of_full_steps_is_every_step():
+    policy = cycle((FULL,))
+    assert isinstance(policy, natgrad.Every)
+    assert [policy.after_inverse(s, None) for s in (0, 1, 7)] == [1, 2, 8]  # type: ignore[arg-type]
+
+
+def test_phases_add_up_and_are_charged_where_they_belong():
+    kfac = make_all(QUICK_CASES["resnet8"], "contiguous", ["KFAC eigen"])[1]
+    run_step(kfac, FULL)
+    run_step(kfac, STATISTICS)
+    run_step(kfac, PLAIN)
+    found = phases.measure(kfac, "wall", rounds=1)
+    assert found[FULL]["inverses"] > 0
+    assert found[STATISTICS]["inverses"] == 0
+    assert found[STATISTICS]["statistics"] > 3 * found[PLAIN]["statistics"]
+    assert all(x > 0 for x in found[FULL].values())
+    for owner, name in (pair for table in phases.METHODS.values() for pair in table):
+        assert "wrapped" not in owner.__dict__[name].__qualname__
+
+
+def test_nested_phases_are_not_counted_twice():
+    now = iter([0.0, 1.0, 4.0, 5.0])
+    watch = phases.Stopwatch(lambda: next(now))
+    watch.wrap(watch.wrap(lambda: None, "inner"), "outer")()
+    assert watch.seconds == {"outer": 2.0, "inner": 3.0}
+
+
+def test_peak_memory_is_that_of_what_lives_at_once():
+    def step() -> None:
+        for _ in range(3):
+            torch.empty(250_000)
+        keep = torch.empty(500_000)
+        del keep
+
+    found = memory.peak(Contender(name="x", step=step), PLAIN)
+    assert 2_000_000 <= found < 2_100_000
+
+
+def test_bytes_of_views_count_once():
+    x = torch.zeros(10)
+    assert tensor_bytes({"a": [x, x[:5]], "b": (torch.zeros(2), None, 3)}) == 48
+
+
+def event(name: str, begin: float, end: float) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "tid": 1, "ts": begin, "dur": end - begin}
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "overlaps"),
+    [(1, 4, True), (1, 2, False), (7, 9, False), (10, 12, False)],
+)
+def test_overlap_needs_work_of_the_backward_during_a_collective(
+    begin: float, end: float, overlaps: bool
+):
+    events = [
+        event("backward", 0, 8),
+        event("aten::convolution_backward", 3, 6),
+        event("aten::mm", 11, 12),
+        event("gloo:reduce", begin, end),
+    ]
+    assert bool(trace.find_overlap(events)) is overlaps
+
+
+def test_the_committed_trace_shows_communication_under_backward():
+    path = Path(trace.__file__).parent / "results" / "overlap_trace.json.gz"
+    if not path.exists():
+        pytest.skip("no result is committed")
+    assert trace.find_overlap(trace.read(path))
+
+
+def test_step_time_runs(tmp_path: Path):
+    options = ["--quick", "--only", "small mlp", "--threads", "1"]
+    who = ["--contenders", "KFAC factored", "SPNGD adaptive", "SOAP"]
+    step_time.main([*options, *who, "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "step_time.json").read_text())
+    rows = result["cases"][0]["rows"]
+    assert {"every step", "10/100", "adaptive", "1/10"} == {r["policy"] for r in rows}
+    assert all(row["seconds"] > 0 and row["state_bytes"] > 0 for row in rows)
+    assert "natgrad SPNGD adaptive" in (tmp_path / "step_time.md").read_text()
+    assert (tmp_path / "step_time.png").stat().st_size > 0
+
+
+def test_scaling_runs(tmp_path: Path):
+    scaling.main(["--quick", "--only", "depth", "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "scaling_depth.json").read_text())
+    assert len(result["panels"]) == 2
+    assert (tmp_path / "scaling_depth.png").stat().st_size > 0
+
+
+@pytest.mark.processes
+def test_distributed_runs_and_its_trace_has_overlap(tmp_path: Path):
+    options = ["--quick", "--only", "spngd", "--bucket", "65536"]
+    ranks.main([*options, "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "distributed.json").read_text())
+    moved = result["rows"][1]["sent_bytes"]
+    assert moved[FULL]["reduce_statistics"] > 0
+    assert moved[PLAIN].get("reduce_statistics", 0) == 0
+    assert moved[PLAIN]["share_updates"] > 0
+    assert trace.find_overlap(trace.read(tmp_path / "overlap_trace.json.gz"))
