@@ -18,6 +18,7 @@ from natgrad_lab.augment import (
     crop,
     soft_targets,
 )
+from natgrad_lab.augment.base import whole_number
 
 
 def images(n: int = 8, channels: int = 3, height: int = 7, width: int = 5):
@@ -58,10 +59,10 @@ def test_every_window_is_equally_likely():
     assert (counts - 10_000).abs().max() < 5 * math.sqrt(10_000)
 
 
-def test_a_uniform_next_to_one_stays_inside():
-    almost = torch.full((1, 3), 1 - 2**-24)
-    batch = torch.zeros(1, 1, 260, 260, dtype=torch.uint8)
-    assert RandomCropFlip(size=3)(batch, almost).shape == (1, 1, 3, 3)
+def test_the_largest_uniform_gives_the_last_place():
+    counts = torch.arange(1, 5000)
+    almost = torch.full((4999,), 1 - 2**-24)
+    assert torch.equal(whole_number(almost, counts), counts - 1)
 
 
 def test_too_large_a_crop_is_refused():

@@ -56,6 +56,13 @@ def test_prefetch_does_not_change_the_batches(prefetch):
     assert same(epochs(loader(prefetch=prefetch), 3), expected)
 
 
+def test_every_batch_of_every_epoch_has_its_own_augmentation():
+    same_image = TensorSplit(split(1).inputs.expand(8, -1, -1, -1), torch.zeros(8))
+    source = Loader.of(same_image, batch_size=4, transform=TRANSFORM)
+    seen = [images for images, _ in epochs(source, 2)]
+    assert not any(torch.equal(seen[i], seen[j]) for i in range(4) for j in range(i))
+
+
 def test_seeds_differ():
     assert not same(epochs(loader(seed=5), 1), epochs(loader(seed=6), 1))
 
@@ -138,24 +145,26 @@ class SlowSplit:
     """Takes a while for each batch."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+        self.seconds, self.fetched = seconds, 0
 
     def __len__(self) -> int:
         return 8
 
     def fetch(self, indices):
         time.sleep(self.seconds)
+        self.fetched += 1
         return indices, indices
 
 
 def test_batches_are_made_while_the_step_runs():
-    source = Loader(Batches(split=SlowSplit(0.05), batch_size=1))
-    waited = []
-    for _ in source:
-        waited.append(source.waited)
-        time.sleep(0.1)
-    assert waited[0] >= 0.04
-    assert waited[-1] - waited[0] < 0.5 * 7 * 0.05
+    slow = SlowSplit(0.01)
+    source = Loader(Batches(split=slow, batch_size=1), prefetch=2)
+    for number, _ in enumerate(source, start=1):
+        deadline = time.monotonic() + 30
+        while slow.fetched < number + 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert slow.fetched >= number + 2
+        assert slow.fetched <= number + 3  # two ready, one in the making
 
 
 def test_without_prefetch_every_batch_is_waited_for():
