@@ -234,6 +234,15 @@ def test_second_puts_add(strategy: str, overlap: bool) -> None:
     run_world(4, uneven_puts, strategy, overlap)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_second_puts_add_without_processes(overlap: bool) -> None:
+    comm = Communicator(small_plan(1, "spngd"), CommOptions(overlap=overlap))
+    flight = comm.begin("reduce_gradients", ["scale"], torch.float32)
+    for _ in range(3):
+        flight.put("scale", torch.ones(3))
+    assert flight.finish()["scale"].tolist() == [3.0] * 3
+
+
 def partial_names(rank: int) -> None:
     """Only what is due moves, and puts may come in any order."""
     plan = small_plan(world_of(), "layer_wise")

@@ -159,12 +159,7 @@ class Flight:
                 return
 
     def _agree_on_late(self) -> list[_Load]:
-        """See Note [Same names]
-            gloo ends the process when sizes differ, so a reduction's names are compared before
-            its first bucket leaves, by a small all-reduce that runs since ``begin``. A share
-            has no time to hide it in: its names must follow from what ranks agreed on.
-
-        Note [Late contributions]."""
+        """See Note [Late contributions]."""
         if not (self._plan.reduces and self._loads):
             return []
         if not self._comm.largest([len(self._late)])()[0]:
