@@ -129,6 +129,7 @@ class Engine:
             blocks={b.name: b.parameters[0].grad is not None for b in self.blocks},
             traces=traces,
             counts=[captured.count(name) for name in traces],
+            seen=[name in captured.calls for name in traces],
         )
 
     def refresh(self, sums: dict[str, Tensor], k: int, verdict: Verdict) -> None:
@@ -249,7 +250,11 @@ class Engine:
     def _gradient_norm(self) -> Tensor:
         """Finite just when every gradient on this rank is."""
         params = [p for b in self.blocks for p in b.parameters]
-        grads = [p.grad for p in params if p.grad is not None]
+        grads = [
+            p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+            for p in params
+            if p.grad is not None
+        ]
         if not grads:
             return self.like.new_zeros(())
         return torch.stack([x.to(self.like.dtype) for x in foreach.norms(grads)]).sum()

@@ -27,16 +27,19 @@ class Verdict:
         finite: whether every gradient on every rank is.
         present: names of the blocks that have a gradient on some rank.
         traces, counts: of each due statistic's sum, by name.
+        seen: names of the due statistics that some rank has a sum of.
     """
 
     finite: bool
     present: frozenset[str]
     traces: dict[str, float]
     counts: dict[str, float]
+    seen: frozenset[str]
 
     def usable(self, name: str) -> bool:
         """Whether a due statistic was seen at all, and is finite."""
-        return math.isfinite(self.traces[name]) and self.counts[name] > 0
+        known = name in self.seen and self.counts[name] > 0
+        return known and math.isfinite(self.traces[name])
 
 
 def reach_verdict(
@@ -46,19 +49,23 @@ def reach_verdict(
     blocks: dict[str, bool],
     traces: dict[str, Tensor],
     counts: Sequence[float],
+    seen: Sequence[bool],
 ) -> Verdict:
     """Sum what each rank knows; ``norm`` is finite just when all its gradients are.
 
-    ``blocks`` says which have a gradient here; ``counts`` go with ``traces``.
+    ``blocks`` says which have a gradient here; ``counts`` and ``seen`` go with
+    ``traces``.
     """
-    host = norm.new_tensor([*blocks.values(), *counts], dtype=torch.float64)
+    host = norm.new_tensor([*blocks.values(), *counts, *seen], dtype=torch.float64)
     device = torch.stack([norm, *traces.values()]).double()
     total: list[float] = comm.agree(torch.cat((device, host))).tolist()
     first, second = 1 + len(traces), 1 + len(traces) + len(blocks)
+    third = second + len(traces)
     present = zip(blocks, total[first:second], strict=True)
     return Verdict(
         finite=math.isfinite(total[0]),
         present=frozenset(name for name, n in present if n > 0),
         traces=dict(zip(traces, total[1:first], strict=True)),
-        counts=dict(zip(traces, total[second:], strict=True)),
+        counts=dict(zip(traces, total[second:third], strict=True)),
+        seen=frozenset(n for n, s in zip(traces, total[third:], strict=True) if s > 0),
     )

@@ -51,7 +51,7 @@ class Block:
 
     def fold(self, tensors: list[Tensor]) -> Tensor:
         """Tensors shaped like the parameters as one stack ``(s, m, n)``."""
-        tensors = [widen(x) for x in tensors]
+        tensors = [widen(x.to_dense() if x.is_sparse else x) for x in tensors]
         if self.kind is None:
             return tensors[0].reshape(1, 1, -1)
         bias = tensors[1] if len(tensors) > 1 else None
@@ -67,7 +67,7 @@ class Block:
     def write_gradient(self, stack: Tensor) -> None:
         """Put ``(s, m, n)`` into the parameters' ``.grad``."""
         for p, x in zip(self.parameters, self.unfold(stack), strict=True):
-            if p.grad is None:
+            if p.grad is None or p.grad.is_sparse:
                 p.grad = torch.empty_like(p)
             p.grad.copy_(x)
 
