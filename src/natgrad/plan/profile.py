@@ -88,6 +88,7 @@ class HardwareProfile:
         flop, conv_flop, statistics_flop: Seconds a floating-point operation of a
             product, of a convolution and of a statistic.
         layer: Seconds of overhead a layer and pass.
+        step: Seconds of every step outside the model: loader, host, framework.
         element: Seconds an element of an element-wise pass, such as the update.
         eigen, cholesky: Decomposition, and damped inverse, of one matrix.
         ranks_per_node, inside, between: Ranks share a node's link to other nodes.
@@ -103,6 +104,7 @@ class HardwareProfile:
     conv_flop: float = 2e-11
     statistics_flop: float = 2e-11
     layer: float = 2e-5
+    step: float = 0.0
     element: float = 1e-9
     eigen: Curve = field(default_factory=lambda: Curve(call=2e-5, cube=8.2e-11))
     cholesky: Curve = field(default_factory=lambda: Curve(call=2e-5, cube=9.4e-12))
@@ -117,7 +119,7 @@ class HardwareProfile:
         numbers = {f.name: getattr(self, f.name) for f in fields(self)}
         positive = ("flop", "conv_flop", "statistics_flop", "ranks_per_node")
         _require("profile", above=0.0, **{k: numbers[k] for k in positive})
-        rest = ("layer", "element", "contention")
+        rest = ("layer", "step", "element", "contention")
         _require("profile", **{k: numbers[k] for k in rest})
         if self.algorithm not in ALGORITHMS:
             raise ValueError(

@@ -1,0 +1,140 @@
+"""Simulate steps of every kind a policy has, and average them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from natgrad.plan import HardwareProfile, Plan, make_plan
+from natgrad.plan.split import split_large
+from natgrad_lab.simulate.events import Timeline
+from natgrad_lab.simulate.policy import Kind, Policy, every
+from natgrad_lab.simulate.roles import Conditions
+from natgrad_lab.simulate.step import StepBuilder
+from natgrad_lab.simulate.work import Work
+
+PHASES = (
+    "host",
+    "forward",
+    "sampled backward",
+    "backward",
+    "statistics",
+    "reduce_statistics",
+    "reduce_gradients",
+    "invert",
+    "share_inverses",
+    "precondition",
+    "share_updates",
+    "update",
+)
+
+EVERY_STEP = every()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """What is simulated: ``sgd``, or a strategy with its placement and policy."""
+
+    strategy: str = "factor_wise"
+    placement: str = "longest_first"
+    inverse: str = "eigen"
+    gradients: str = "own"
+    policy: Policy = EVERY_STEP
+    split: bool = False
+
+    @property
+    def sgd(self) -> bool:
+        return self.strategy == "sgd"
+
+
+SGD = Method(strategy="sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A simulated step: mean seconds, and seconds of the critical chain by phase."""
+
+    world: int
+    strategy: str
+    seconds: float
+    phases: dict[str, float]
+    longest: Timeline
+    """The most expensive kind of step, for a picture."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without the timeline."""
+        return {
+            "world": self.world,
+            "strategy": self.strategy,
+            "seconds": self.seconds,
+            "phases": self.phases,
+        }
+
+
+def plan_of(work: Work, profile: HardwareProfile, world: int, method: Method) -> Plan:
+    """The plan that a run of this method executes."""
+    return make_plan(
+        work.specs,
+        world=world,
+        strategy="factor_wise" if method.sgd else method.strategy,
+        placement=method.placement,
+        costs=profile.cost(method.inverse),
+        gradients="ddp" if method.sgd else method.gradients,
+        inverse=method.inverse,
+    )
+
+
+def simulate(
+    work: Work,
+    profile: HardwareProfile,
+    world: int,
+    method: Method,
+    conditions: Conditions | None = None,
+) -> Result:
+    """Mean step of a method on ``world`` ranks."""
+    plan = plan_of(work, profile, world, method)
+    splits = split_large(plan, profile=profile)[0] if method.split else []
+    plain = (Kind(share=1.0, estimated=0.0, inverted=0.0),)
+    seconds, longest, top = 0.0, Timeline(), -1.0
+    phases: dict[str, float] = {}
+    for kind in plain if method.sgd else method.policy:
+        timeline = StepBuilder(
+            work=work,
+            profile=profile,
+            conditions=conditions or Conditions(),
+            plan=plan,
+            kind=kind,
+            splits=splits,
+            sgd=method.sgd,
+        ).build()
+        end = timeline.run()
+        seconds += kind.share * end
+        for phase, value in timeline.phases().items():
+            phases[phase] = phases.get(phase, 0.0) + kind.share * value
+        if end > top:
+            longest, top = timeline, end
+    ordered = {phase: phases[phase] for phase in PHASES if phase in phases}
+    return Result(
+        world=world,
+        strategy=method.strategy,
+        seconds=seconds,
+        phases=ordered,
+        longest=longest,
+    )
+
+
+def scaling(
+    work: Work,
+    profile: HardwareProfile,
+    worlds: Sequence[int],
+    methods: Sequence[Method],
+    conditions: Conditions | None = None,
+) -> list[Result]:
+    """Every method on every world."""
+    return [simulate(work, profile, w, m, conditions) for m in methods for w in worlds]
+
+
+def with_strategy(method: Method, strategy: str) -> Method:
+    """The same method with another strategy."""
+    return replace(method, strategy=strategy)

@@ -1,0 +1,164 @@
+"""How much a model computes a step: flops by layer, from one forward on no device.
+
+Letters: b examples, t positions of a layer's output, (s, m, n) the block's gradient.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from natgrad.layers import find_blocks
+from natgrad.plan import BlockSpec, StatisticSpec
+from natgrad_lab.errors import UserError
+from natgrad_lab.models import MODELS, build
+
+Shape = tuple[int, ...]
+_IMAGENET = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One block's work: its spec, its positions an example, whether it convolves."""
+
+    spec: BlockSpec
+    positions: int
+    convolves: bool
+
+    @property
+    def forward_flops(self) -> float:
+        """Of one example. A backward is twice that."""
+        products = any(spec.kind == "A" for spec in self.spec.statistics)
+        return 2.0 * self.positions * self.spec.elements if products else 0.0
+
+    def statistic_flops(self, spec: StatisticSpec) -> float:
+        """Of one example: a symmetric product has half the flops of a product.
+
+        Normalisation layers sum over positions first, so they have one product.
+        """
+        positions = self.positions if spec.kind in ("A", "G") else 1
+        width = 1 if spec.diagonal else spec.size
+        return 1.0 * positions * spec.stack * spec.size * width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A model as the simulation sees it.
+
+    ``elements`` is one example's sum of all layers' outputs: activations to keep.
+    ``left_out`` are parameters in no block with statistics.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    elements: int
+    left_out: tuple[str, ...]
+
+    @property
+    def specs(self) -> tuple[BlockSpec, ...]:
+        return tuple(layer.spec for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        return sum(layer.spec.elements for layer in self.layers)
+
+
+@lru_cache(maxsize=16)
+def work_of(
+    name: str, *, norm: str = "skip", shape: Shape | None = None, tokens: bool = False
+) -> Work:
+    """The work of a lab model, or of ``package.module:function`` (with ``shape``)."""
+    if ":" in name:
+        make = _imported(name)
+        if shape is None:
+            raise UserError(
+                f"{name} needs --input, one example's shape: --input 3 32 32."
+            )
+    else:
+        make, default = _lab(name)
+        shape, tokens = shape or default, tokens or name == "gpt"
+    with torch.device("meta"):
+        model = make()
+        dtype = torch.long if tokens else torch.float32
+        example = torch.zeros((1, *shape), dtype=dtype)
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"{name} returned {type(model).__name__}. Must be an nn.Module."
+        )
+    return _measure(name, model, example, norm)
+
+
+def _lab(name: str) -> tuple[Callable[[], nn.Module], Shape]:
+    if name not in MODELS:
+        legal = f"{', '.join(MODELS)}, or package.module:function"
+        raise UserError(f"Unknown model {name!r}. Must be one of {legal}.")
+    settings: dict[str, Any] = {}
+    shape: Shape = (3, 224, 224) if name in _IMAGENET else (3, 32, 32)
+    if name == "mlp":
+        settings, shape = {"in_features": 784, "num_classes": 10}, (784,)
+    if name == "gpt":
+        settings, shape = {"context": 128, "vocabulary": 65}, (128,)
+    return lambda: build(name, device="meta", **settings), shape
+
+
+def _imported(target: str) -> Callable[[], nn.Module]:
+    module, _, function = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"Cannot import {target!r}: {error}.") from error
+
+
+def _measure(name: str, model: nn.Module, example: torch.Tensor, norm: str) -> Work:
+    positions: dict[str, int] = {}
+    elements = 0
+
+    def see(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            nonlocal elements
+            if not isinstance(output, torch.Tensor):
+                return
+            elements += output.numel()
+            positions[path] = _positions(module, output)
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(see(path))
+        for path, module in model.named_modules()
+        if not any(True for _ in module.children())
+    ]
+    model(example)
+    for handle in handles:
+        handle.remove()
+    modules = dict(model.named_modules())
+    specs = [block.spec for block in find_blocks(model, norm=norm)]  # type: ignore[arg-type]
+    layers = [
+        Layer(
+            spec=spec,
+            positions=positions.get(spec.name, 0),
+            convolves=_convolves(modules.get(spec.name)),
+        )
+        for spec in specs
+    ]
+    plain = tuple(spec.name for spec in specs if not spec.statistics)
+    return Work(name=name, layers=tuple(layers), elements=elements, left_out=plain)
+
+
+def _positions(module: nn.Module, output: torch.Tensor) -> int:
+    channels = getattr(module, "out_channels", None)
+    features = channels or getattr(module, "out_features", None) or output.shape[-1]
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        features = module.num_features
+    return max(1, math.prod(output.shape[1:]) // int(features))
+
+
+def _convolves(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd)
