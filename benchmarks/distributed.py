@@ -198,11 +198,11 @@ def record_trace(c: Contender, out: Path) -> dict[str, Any]:
     if dist.get_rank() != 0:
         return {}
     events = trace.read(path)
-    found = trace.find_overlap(events)
     return {
         "contender": c.name,
         "collectives": sum(map(trace.is_collective, events)),
-        "under_backward": len(found),
+        "sent_early": len(trace.sent_early(events)),
+        "under_backward": len(trace.find_overlap(events)),
     }
 
 
@@ -275,8 +275,9 @@ def publish(
         f"{options.bucket / 1e6:.2f} MB.",
         table(rows),
         verdict(rows),
-        f"Trace of a full step ({overlap['contender']}): {overlap['under_backward']} "
-        f"of {overlap['collectives']} collectives ran under the backward.",
+        f"Trace of a full step ({overlap['contender']}): of {overlap['collectives']} "
+        f"collectives {overlap['sent_early']} left before the last operation of the "
+        f"backward, and {overlap['under_backward']} were under way as another began.",
     ]
     text = "\n\n".join(parts) + "\n"
     (options.out / "distributed.md").write_text(text)

@@ -86,12 +86,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def find_overlap(events: Sequence[dict[str, Any]]) -> list[Overlap]:
     """The collectives that ran under the backward: Note [What counts as overlap]."""
-    spans = [_span(e) for e in events if e["name"] == BACKWARD]
-    work = [
-        _span(e)[0]
-        for e in events
-        if e["name"] in COMPUTE and any(a <= _span(e)[0] < b for a, b in spans)
-    ]
+    work = _work(events)
     found: list[Overlap] = []
     for event in filter(is_collective, events):
         begin, end = _span(event)
@@ -101,6 +96,22 @@ def find_overlap(events: Sequence[dict[str, Any]]) -> list[Overlap]:
                 Overlap(name=event["name"], begin=begin, end=end, computed=computed)
             )
     return found
+
+
+def sent_early(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The collectives that were started while the backward had work left to begin.
+
+    Whether they also lasted until then depends on the machine; `find_overlap` asks.
+    """
+    last = max(_work(events), default=0.0)
+    return [e for e in filter(is_collective, events) if e["ts"] < last]
+
+
+def _work(events: Sequence[dict[str, Any]]) -> list[float]:
+    """When each operation of the backward began."""
+    spans = [_span(e) for e in events if e["name"] == BACKWARD]
+    begins = [_span(e)[0] for e in events if e["name"] in COMPUTE]
+    return [x for x in begins if any(a <= x < b for a, b in spans)]
 
 
 def _span(event: dict[str, Any]) -> tuple[float, float]:

@@ -112,8 +112,7 @@ def test_phases_add_up_and_are_charged_where_they_belong():
     run_step(kfac, STATISTICS)
     run_step(kfac, PLAIN)
     found = phases.measure(kfac, "wall", rounds=1)
-    assert found[FULL]["inverses"] > 0
-    assert found[STATISTICS]["inverses"] == 0
+    assert found[FULL]["inverses"] > 10 * found[STATISTICS]["inverses"]
     assert found[STATISTICS]["statistics"] > 3 * found[PLAIN]["statistics"]
     assert all(x > 0 for x in found[FULL].values())
     for owner, name in (pair for table in phases.METHODS.values() for pair in table):
@@ -161,6 +160,7 @@ def test_overlap_needs_work_of_the_backward_during_a_collective(
         event("gloo:reduce", begin, end),
     ]
     assert bool(trace.find_overlap(events)) is overlaps
+    assert bool(trace.sent_early(events)) is (begin < 3)
 
 
 def test_the_committed_trace_shows_communication_under_backward():
@@ -190,7 +190,7 @@ def test_scaling_runs(tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_distributed_runs_and_its_trace_has_overlap(tmp_path: Path):
+def test_distributed_runs_and_sends_before_the_backward_ends(tmp_path: Path):
     options = ["--quick", "--only", "spngd", "--bucket", "65536"]
     ranks.main([*options, "--out", str(tmp_path)])
     result = json.loads((tmp_path / "distributed.json").read_text())
@@ -198,4 +198,4 @@ def test_distributed_runs_and_its_trace_has_overlap(tmp_path: Path):
     assert moved[FULL]["reduce_statistics"] > 0
     assert moved[PLAIN].get("reduce_statistics", 0) == 0
     assert moved[PLAIN]["share_updates"] > 0
-    assert trace.find_overlap(trace.read(tmp_path / "overlap_trace.json.gz"))
+    assert trace.sent_early(trace.read(tmp_path / "overlap_trace.json.gz"))
