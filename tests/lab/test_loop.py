@@ -218,6 +218,7 @@ SHARED = {
     "sgd": config(**MLP, steps=6),
     "kfac": config(**MLP, steps=6, optimizer=KFAC),
     "spngd": config(**MLP, steps=6, optimizer=SPNGD),
+    "kfac-norm": config(steps=6, optimizer=KFAC, micro_batch=16),
     "spngd-norm": config(steps=6, optimizer=SPNGD, micro_batch=16),
 }
 

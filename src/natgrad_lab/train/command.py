@@ -1,6 +1,5 @@
 """`natgrad train`: start or resume a run, on one process or under torchrun."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ USAGE = """usage: natgrad train RECIPE [--setting value ...]
 `natgrad recipes` lists the recipes, `natgrad train RECIPE --help` shows every setting.
 With several processes: torchrun --nproc-per-node N -m natgrad_lab train RECIPE ...
 Exit status: 0 done, 3 diverged, 130 interrupted (resume it with --resume)."""
+DIVERGED = "the loss is not finite: lower the learning rate or raise the damping"
 STATUS = {"done": 0, "diverged": 3, "interrupted": 130}
 
 
@@ -89,8 +89,7 @@ def finish(run: runs.Run, ending: Ending, world: World) -> int:
         if ending.reason == "interrupted":
             print(f"continue with: natgrad train --resume {run.folder}")
         elif ending.reason == "diverged":
-            print("the loss is no longer finite: lower the learning rate or raise the")
-            print("damping", file=sys.stdout)
+            print(DIVERGED)
     return STATUS[ending.reason]
 
 

@@ -1,0 +1,20 @@
+"""`natgrad demo` from start to end, shortened."""
+
+from pathlib import Path
+
+import pytest
+from natgrad_lab.cli import main
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "demo"
+    assert main(["demo", "--out", str(out), "--epochs", "0.3"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("digits-sgd", "digits-kfac", "digits-spngd-2-processes"):
+        assert name in printed
+        assert (out / name / "metrics.jsonl").is_file()
+    assert "steps to 97 %" in printed
+    assert str(out) in printed.replace("\n", "")
+    assert (out / "compare.png").is_file()
