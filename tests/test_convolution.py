@@ -1,7 +1,10 @@
 """Every method is checked in float64 against a loop over output positions."""
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -11,7 +14,9 @@ from torch import Tensor
 from natgrad.math import convolution
 from natgrad.math.convolution import (
     ConvGeometry,
+    choose_method,
     conv_input_moment,
+    conv_output_moment,
     positions,
 )
 
@@ -62,10 +67,10 @@ def assert_close(x: Tensor, actual: Tensor, expected: Tensor, tolerance: float =
     assert error <= tolerance, f"relative error {error:.2e}"
 
 
-def make_geometry(kernel: int | tuple[int, ...], **changes) -> ConvGeometry:
+def make_geometry(kernel: int | tuple[int, ...], **changes: Any) -> ConvGeometry:
     kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
     dims = len(kernel)
-    default = {
+    default: dict[str, Any] = {
         "stride": (1,) * dims,
         "padding": ((0, 0),) * dims,
         "dilation": (1,) * dims,
@@ -111,7 +116,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, ConvGeometry]:
     return x, geometry
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases())
 def test_methods_agree_with_the_loop(case: tuple[Tensor, ConvGeometry]):
     x, geometry = case
@@ -137,3 +142,122 @@ def test_positions_is_the_corner(case: tuple[Tensor, ConvGeometry]):
         groups=geometry.groups,
     )
     assert positions(x.shape, geometry) == y.numel() // geometry.groups
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_every_way_to_correlate_agrees(case: tuple[Tensor, ConvGeometry]):
+    x, geometry = case
+    geometry = replace(geometry, groups=1, stride=(1,) * geometry.dims)
+    expected = convolution._correlate_images(x, geometry)
+    for spectral in {geometry.dims, geometry.dims - 1} - {0}:
+        actual = convolution._correlate_spectra(x, geometry, spectral)
+        assert_close(x, actual, expected)
+
+
+@pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_pointwise_agrees_with_the_loop(
+    stride: tuple[int, int], bias: bool, groups: int
+):
+    x = random_input(3, 6, 5, 7)
+    geometry = make_geometry(1, stride=stride, bias=bias, groups=groups)
+    assert choose_method(x.shape, geometry) == "pointwise"
+    expected = looped_moment(x, geometry)
+    assert_close(x, conv_input_moment(x, geometry, "pointwise"), expected)
+    assert_close(x, conv_input_moment(x, geometry, "im2col"), expected)
+
+
+def test_padding_wider_than_the_image_reads_rows_of_zeros():
+    x = random_input(2, 2, 1, 2)
+    geometry = make_geometry(3, padding=((4, 4), (4, 3)), bias=True)
+    expected = looped_moment(x, geometry)
+    for method in ("im2col", "autocorrelation"):
+        assert_close(x, conv_input_moment(x, geometry, method), expected)
+
+
+@pytest.mark.parametrize("method", ["im2col", "autocorrelation"])
+def test_many_small_blocks_add_up(method: str, monkeypatch: pytest.MonkeyPatch):
+    x = random_input(7, 3, 6, 5)
+    geometry = make_geometry(3, padding=((1, 1), (1, 1)), bias=True)
+    expected = looped_moment(x, geometry)
+    monkeypatch.setattr(convolution, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(convolution, "PANEL", 4)
+    assert_close(x, conv_input_moment(x, geometry, method), expected)
+    g = x.flatten(2)
+    outer = torch.einsum("nct,ndt->cd", g, g)
+    assert_close(x, conv_output_moment(x), outer[None])
+
+
+def test_patches_stay_within_a_block(monkeypatch: pytest.MonkeyPatch):
+    x = random_input(5, 3, 9, 8)
+    geometry = make_geometry(3)
+    monkeypatch.setattr(convolution, "BLOCK_BYTES", 4000)
+    blocks = list(convolution._patch_blocks(x, geometry))
+    assert sum(block.numel() for block in blocks) == 5 * 27 * 7 * 6
+    assert max(block.numel() for block in blocks) * x.element_size() <= 4000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("method", ["im2col", "autocorrelation", "auto"])
+def test_low_precision_is_summed_in_float32(method: str, dtype: torch.dtype):
+    x = random_input(4, 3, 8, 7, dtype=dtype)
+    geometry = make_geometry(3, padding=((1, 1), (1, 1)), bias=True)
+    expected = looped_moment(x.double(), geometry)
+    actual = conv_input_moment(x, geometry, method)
+    assert actual.dtype == torch.float32
+    assert_close(x.double(), actual.double(), expected, 1e-6)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("spatial", [(9,), (5, 3), (2, 3, 4)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_output_moment(groups: int, spatial: tuple[int, ...], channels_last: bool):
+    g = random_input(4, 6, *spatial)
+    if channels_last and g.dim() > 3:
+        g = g.contiguous(memory_format=LAYOUTS[g.dim()])
+    rows = g.reshape(4, groups, 6 // groups, -1)
+    expected = torch.einsum("ngit,ngjt->gij", rows, rows)
+    assert_close(g, conv_output_moment(g, groups), expected)
+    assert conv_output_moment(g.bfloat16(), groups).dtype == torch.float32
+
+
+def test_results_are_exactly_symmetric():
+    x = random_input(4, 8, 9, 9, dtype=torch.float32)
+    geometry = make_geometry(3, padding=((1, 1), (1, 1)))
+    moment = conv_input_moment(x, geometry, "im2col")
+    assert torch.equal(moment, moment.mT)
+    assert torch.equal(conv_output_moment(x), conv_output_moment(x).mT)
+
+
+@pytest.mark.parametrize(
+    ("shape", "geometry", "method"),
+    [
+        ((128, 16, 32, 32), make_geometry(3, padding=((1, 1),) * 2), "autocorrelation"),
+        ((128, 16, 32, 32), make_geometry(3, stride=(2, 2)), "im2col"),
+        ((8, 3, 224, 224), make_geometry(7, stride=(2, 2)), "autocorrelation"),
+        ((8, 512, 7, 7), make_geometry(3, padding=((1, 1),) * 2), "im2col"),
+        ((8, 256, 14, 14), make_geometry(1), "pointwise"),
+    ],
+)
+def test_auto_follows_what_was_measured(
+    shape: tuple[int, ...], geometry: ConvGeometry, method: str
+):
+    assert choose_method(shape, geometry) == method
+
+
+def test_errors_name_the_value_and_what_is_legal():
+    x = random_input(2, 4, 5, 5)
+    with pytest.raises(ValueError, match=r"Invalid stride=\(0, 1\)"):
+        make_geometry(3, stride=(0, 1))
+    with pytest.raises(ValueError, match=r"Invalid padding_mode='same'"):
+        make_geometry(3, padding_mode="same")
+    with pytest.raises(ValueError, match=r"Invalid method='fast'"):
+        conv_input_moment(x, make_geometry(3), "fast")
+    with pytest.raises(ValueError, match="divisible by 3"):
+        conv_input_moment(x, make_geometry(3, groups=3))
+    with pytest.raises(ValueError, match="Smaller than the kernel"):
+        conv_input_moment(x, make_geometry(7))
+    with pytest.raises(ValueError, match="Invalid method='pointwise'"):
+        conv_input_moment(x, make_geometry(3), "pointwise")

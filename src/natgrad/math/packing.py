@@ -51,12 +51,23 @@ def unpack(flat: Tensor, stack: int, size: int, out: Tensor | None = None) -> Te
         torch.index_select(rows, 1, index, out=x.view(stack, -1))
         return x
     upper = torch.ones(size, size, dtype=torch.bool, device=flat.device).triu_()
-    return _mirror(x.masked_scatter_(upper, flat))
+    return mirror_(x.masked_scatter_(upper, flat))
 
 
 def packed_size(size: int) -> int:
     """Elements in the upper triangle of a matrix of ``size`` rows."""
     return size * (size + 1) // 2
+
+
+def mirror_(x: Tensor, block: int = 128) -> Tensor:
+    """Copy the upper triangles of ``x`` (s, n, n) onto the lower ones, in place."""
+    size = x.shape[-1]
+    for start in range(0, size, block):
+        end = min(start + block, size)
+        corner = x[:, start:end, start:end]
+        corner.copy_(corner.triu() + corner.triu(1).mT)
+        x[:, end:, start:end] = x[:, start:end, end:].mT
+    return x
 
 
 def _destination(out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -83,14 +94,3 @@ def _square_index(size: int, device: torch.device) -> Tensor:
     row = torch.arange(size, device=device)[:, None]
     low, high = torch.minimum(row, row.T), torch.maximum(row, row.T)
     return (low * size - low * (low - 1) // 2 + high - low).flatten().int()
-
-
-def _mirror(x: Tensor, block: int = 128) -> Tensor:
-    """Copy the upper triangles of ``x`` onto the lower ones, in place."""
-    size = x.shape[-1]
-    for start in range(0, size, block):
-        end = min(start + block, size)
-        corner = x[:, start:end, start:end]
-        corner.copy_(corner.triu() + corner.triu(1).mT)
-        x[:, end:, start:end] = x[:, start:end, end:].mT
-    return x
