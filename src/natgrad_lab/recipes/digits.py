@@ -1,10 +1,14 @@
 """A ResNet-8 on scikit-learn's digits (8 x 8 pixels): seconds on any machine.
 
-Ours. `natgrad demo` runs sgd, kfac and spngd of these.
+Ours. `natgrad demo` runs sgd, kfac and spngd of these; each of the three has the best
+of four settings (steps to 97 %, with seed 1, for learning rates and dampings half a
+decade to a decade apart). The other methods have the settings of the larger recipes.
 """
 
+from dataclasses import replace
+
 from natgrad_lab.recipes.recipe import Recipe
-from natgrad_lab.recipes.small import rules
+from natgrad_lab.recipes.small import Rule, rules
 from natgrad_lab.train.config import (
     DataConfig,
     ModelConfig,
@@ -15,9 +19,19 @@ from natgrad_lab.train.config import (
 SOURCE = "natgrad, embedded data"
 
 
+def rule_of(method: str) -> Rule:
+    """A method's settings on digits."""
+    rule = rules(large=False)[method]
+    if method in ("sgd", "kfac"):
+        rule = replace(rule, optimizer=replace(rule.optimizer, lr=0.3))
+    if method == "kfac":
+        rule = replace(rule, curvature=replace(rule.curvature, damping=0.3))
+    return rule
+
+
 def recipe(method: str) -> Recipe:
     """One method on digits."""
-    rule = rules(large=False)[method]
+    rule = rule_of(method)
     config = TrainConfig(
         epochs=12.0,
         batch=128,

@@ -1,4 +1,4 @@
-"""Update rules for the small recipes: one row a method, tuned by hand here.
+"""Update rules for the small recipes: one row a method, starting points by hand.
 
 Two batch sizes: a small one, and one so large that few steps are left.
 """
