@@ -45,8 +45,8 @@ class SPNGD(Inspectable, Optimizer):
         param_groups: groups made of ``named_parameters``, for options of their own; all
             parameters of the model in one group by default.
         damping, damping_style, decay, refresh, fisher, loss, accumulation, sharing,
-            norm, norm_damping_ratio, skip, subsample, grad_scaler, strategy, placement, comm,
-            group: as for `KFAC`.
+            norm, norm_damping_ratio, skip, subsample, grad_scaler, strategy, placement,
+            comm, group: as for `KFAC`.
     """
 
     def __init__(
