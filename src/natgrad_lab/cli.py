@@ -26,6 +26,11 @@ COMMANDS = {
     "recipes": Command("natgrad_lab.recipes.command:main", "list the recipes"),
     "compare": Command("natgrad_lab.report.command:main", "put runs side by side"),
     "data": Command("natgrad_lab.data.command:main", "download data sets"),
+    "plan": Command("natgrad_lab.simulate.plan_command:main", "memory and traffic"),
+    "calibrate": Command(
+        "natgrad_lab.simulate.calibrate:main", "measure this machine into a profile"
+    ),
+    "simulate": Command("natgrad_lab.simulate.command:main", "a step on many ranks"),
     "demo": Command("natgrad_lab.train.demo:main", "a tour on embedded data"),
 }
 

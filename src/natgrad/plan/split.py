@@ -77,20 +77,37 @@ def split_large(
     """Divide each factor larger than a fair share; also every rank's seconds then.
 
     The number of helpers, at most ``most``, is what lets the last of them finish first,
-    with the exchange counted if a profile is given. A factor for which no helper pays
-    is left alone.
+    with the exchange counted if a profile is given. A factor is left alone if its owner
+    is not the slowest rank, or if no helper pays.
     """
     if plan.inverse != "factored":
         raise ValueError(
             f"Invalid inverse={plan.inverse!r}. Must be 'factored': an "
             "eigendecomposition cannot be divided by columns."
         )
+    if most < 1:
+        raise ValueError(f"Invalid most={most}. Must be >= 1.")
+    # Many helpers for the first factor leave none idle for the next: try every limit.
+    trials = [_split_all(plan, limit, profile) for limit in range(1, most + 1)]
+
+    def finish(trial: tuple[list[Split], list[float]]) -> float:
+        moved = (s.exchange_seconds(profile) for s in trial[0] if profile)
+        return max(trial[1]) + max(moved, default=0.0)
+
+    return min(trials, key=finish)
+
+
+def _split_all(
+    plan: Plan, most: int, profile: HardwareProfile | None
+) -> tuple[list[Split], list[float]]:
     loads = loads_of(plan)
     fair = sum(loads) / plan.world
     large = [s for s in plan.statistics if plan.cost.invert(s) > fair]
     large = [s for s in large if not s.diagonal and s.size > 1]
     splits: list[Split] = []
     for spec in sorted(large, key=lambda s: (-plan.cost.invert(s), s.name)):
+        if loads[plan.owners[spec.name]] < max(loads):
+            continue
         split = _split(plan, spec, loads, most, profile)
         if len(split.ranks) > 1:
             splits.append(split)
@@ -126,7 +143,7 @@ def _split(
             elements=spec.packed,
         )
         moved = trial.exchange_seconds(profile) if profile else 0.0
-        busiest = max(rest, *(loads[rank] for rank in helpers[:count]))
+        busiest = max([rest, *(loads[rank] for rank in helpers[:count])])
         if busiest + seconds + moved < finish:
             best, finish = trial, busiest + seconds + moved
     loads[owner] = rest + best.seconds

@@ -146,8 +146,8 @@ def policy_of(asked: SimulateCommand) -> Policy:
 
 
 def result_table(results: Sequence[Result]) -> Table:
-    """A row a strategy and world: milliseconds a step by phase of the critical chain."""
-    phases = [p for p in dict.fromkeys(p for r in results for p in r.phases)]
+    """A row a strategy and world, with the phases of the critical chain."""
+    phases = list(dict.fromkeys(p for r in results for p in r.phases))
     table = Table(title="milliseconds a step, by phase of the critical chain")
     for title in ("strategy", "ranks", "step", "of SGD", *phases):
         table.add_column(title, justify="left" if title == "strategy" else "right")

@@ -10,6 +10,7 @@ from natgrad_lab.simulate.events import Timeline, streams
 from natgrad_lab.simulate.run import PHASES, Result
 
 _MOST_ROWS = 12
+_COLORS = [*(f"C{i}" for i in range(10)), "0.2", "gold"]
 
 
 def _figure(width: float, height: float) -> Any:
@@ -33,7 +34,7 @@ def gantt(timeline: Timeline, path: Path, title: str = "") -> Path:
             rows.index(task.stream),
             1e3 * task.seconds,
             left=1e3 * task.start,
-            color=f"C{PHASES.index(task.phase) % 10}",
+            color=_COLORS[PHASES.index(task.phase)],
             edgecolor="white",
             linewidth=0.2,
             label=label,
@@ -44,7 +45,7 @@ def gantt(timeline: Timeline, path: Path, title: str = "") -> Path:
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds")
     axis.set_title(title)
-    axis.legend(fontsize="small", loc="upper right")
+    axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return _save(figure, path)
 
 

@@ -96,16 +96,20 @@ def work_of(
 
 
 def _lab(name: str) -> tuple[Callable[[], nn.Module], Shape]:
+    settings, shape = lab_settings(name)
+    return lambda: build(name, device="meta", **settings), shape
+
+
+def lab_settings(name: str) -> tuple[dict[str, Any], Shape]:
+    """A lab model's arguments and one example's shape, as the simulation uses it."""
     if name not in MODELS:
         legal = f"{', '.join(MODELS)}, or package.module:function"
         raise UserError(f"Unknown model {name!r}. Must be one of {legal}.")
-    settings: dict[str, Any] = {}
-    shape: Shape = (3, 224, 224) if name in _IMAGENET else (3, 32, 32)
     if name == "mlp":
-        settings, shape = {"in_features": 784, "num_classes": 10}, (784,)
+        return {"in_features": 784, "num_classes": 10}, (784,)
     if name == "gpt":
-        settings, shape = {"context": 128, "vocabulary": 65}, (128,)
-    return lambda: build(name, device="meta", **settings), shape
+        return {"context": 128, "vocabulary": 65}, (128,)
+    return {}, (3, 224, 224) if name in _IMAGENET else (3, 32, 32)
 
 
 def _imported(target: str) -> Callable[[], nn.Module]:
