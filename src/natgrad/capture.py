@@ -5,15 +5,16 @@ A forward hook makes the moments of the layer's input at once and puts a *tensor
 on its output; the tensor hook makes the moments of the gradient and only then adds both
 to the step's sums. So a forward that is never followed by its backward (evaluation, a
 forward under no_grad, the recomputed forward of activation checkpointing) counts for
-nothing, and no activation outlives the graph. A tensor hook, unlike a module's
-backward hook, also works when the next layer is an in-place ReLU.
+nothing, and no activation outlives the graph. A second backward through a graph that
+was retained counts for nothing either. A tensor hook, unlike a module's backward hook,
+also works when the next layer is an in-place ReLU.
 
 Note [Scaling]
 With N the terms that the loss averages over, the gradient of one term is ghat = N g.
 So the sum of ghat ghat^T is N^2 times the sum of g g^T, and G is that over the number
 of examples. N is the batch size that the model was called with; it is multiplied by k
 when the losses of k micro-batches were each divided by k. An AMP loss scale S
-multiplies g and is divided out again.
+multiplies g and is divided out again. The loss of sampled labels has neither k nor S.
 """
 
 import random
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.config import require_count
 from natgrad.layers import Block, Observed
 
 POSITION_KINDS = ("A",)
@@ -48,6 +50,7 @@ class Call:
     rows: slice
     scale: float
     observed: Observed
+    done: bool = False
 
 
 @dataclass(kw_only=True)
@@ -111,6 +114,7 @@ class Capture:
         self._forward = 0
         self._batch = 0
         self._terms: int | None = None
+        self._terms_used = False
         self._sentinel: nn.Parameter | None = None
         self._captured = Captured()
         self._handles: list[RemovableHandle] = [
@@ -141,7 +145,8 @@ class Capture:
 
     def set_loss_terms(self, terms: int) -> None:
         """Say how many terms the coming loss averages over (masked tokens)."""
-        self._terms = terms
+        require_count("terms", terms)
+        self._terms, self._terms_used = terms, False
 
     @contextmanager
     def sampling(self) -> Generator[None]:
@@ -167,7 +172,9 @@ class Capture:
         # The statistics live as long as the gradients they belong to: cleared
         # gradients mean that a step was skipped (an AMP overflow, say).
         if self._sentinel is not None and self._sentinel.grad is None:
+            coming = None if self._terms_used else self._terms
             self.take()
+            self._terms = coming
             if self.on_abandon is not None:
                 self.on_abandon()
         self._forward += 1
@@ -190,10 +197,10 @@ class Capture:
         want = tuple(s.kind for s in specs if s.name in self.due)
         if not want or not block.parameters[0].requires_grad:
             return
-        x: Tensor = (args[0] if args else kwargs["input"]).detach()
+        x: Tensor = next(iter((*args, *kwargs.values()))).detach()
         assert block.kind is not None
         rows, scale = self._rows(block, x, output)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             observed = block.kind.observe(module, x[rows], output, want)
         call = Call(
             block=block,
@@ -223,7 +230,7 @@ class Capture:
         return self._batch or len(output)
 
     def _after_backward(self, call: Call, g: Tensor) -> None:
-        if self._sampling != self._sampled:
+        if self._sampling != self._sampled or call.done:
             return
         assert call.block.kind is not None
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
@@ -233,14 +240,15 @@ class Capture:
             self._scale(moments, call)
             self._add(call, call.observed.moments | moments)
         # The graph may outlive the backward (a loss that is kept for logging).
-        call.observed = Observed()
+        call.observed, call.done = Observed(), True
 
     def _scale(self, moments: dict[str, Tensor], call: Call) -> None:
         terms = self._terms or call.terms
         factor = call.scale * (1.0 if self._loss == "sum" else float(terms) ** 2)
-        if self._scaler is not None and self._scaler.is_enabled():
+        scaler = None if self._sampled else self._scaler
+        if scaler is not None and scaler.is_enabled():
             if self._loss_scale is None:  # a synchronisation: once a backward
-                self._loss_scale = float(self._scaler.get_scale())
+                self._loss_scale = float(scaler.get_scale())
             factor /= self._loss_scale**2
         for moment in moments.values():
             moment.mul_(factor)
@@ -249,6 +257,7 @@ class Capture:
         into = self._captured
         per = call.block.name if self._loss == "tokens" else ""
         into.terms.setdefault(per, {})[call.forward] = self._terms or call.terms
+        self._terms_used = True
         if self._sentinel is None:
             self._sentinel = call.block.parameters[0]
         for kind, moment in moments.items():

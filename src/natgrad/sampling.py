@@ -16,15 +16,18 @@ def sampled_loss(
 
     ``"cross_entropy"``: outputs are logits, classes in dim 1 as for
     `torch.nn.functional.cross_entropy`. ``"mse"``: the likelihood whose negative
-    logarithm is `torch.nn.functional.mse_loss` of one example, a Gaussian around the
-    outputs with variance d / 2 for d outputs an example. ``targets`` replaces the draw.
+    logarithm is `torch.nn.functional.mse_loss` of one term of the loss, a Gaussian
+    around the outputs with variance d / 2 for d outputs an example (for d outputs a
+    token, the last dim, if the loss is a mean over tokens). ``targets`` replaces the
+    draw.
     """
     require_choice("likelihood", likelihood, LIKELIHOODS)
     how = "sum" if reduction == "sum" else "mean"
     if likelihood == "cross_entropy":
         labels = draw_classes(outputs) if targets is None else targets
         return F.cross_entropy(outputs, labels, reduction=how)
-    labels = draw_gaussian(outputs) if targets is None else targets
+    each = outputs.shape[-1] if reduction == "tokens" else outputs[0].numel()
+    labels = draw_gaussian(outputs, each) if targets is None else targets
     loss = F.mse_loss(outputs, labels)
     # A "sum" of mse losses is over examples; each is a mean over its own outputs.
     return loss * len(outputs) if reduction == "sum" else loss
@@ -37,7 +40,6 @@ def draw_classes(logits: Tensor) -> Tensor:
     return torch.multinomial(rows, 1).reshape(last.shape[:-1])
 
 
-def draw_gaussian(outputs: Tensor) -> Tensor:
-    """Outputs plus noise of variance d / 2, for d outputs an example."""
-    each = outputs[0].numel()
+def draw_gaussian(outputs: Tensor, each: int) -> Tensor:
+    """Outputs plus noise of variance d / 2, for d outputs ``each``."""
     return outputs.detach() + torch.randn_like(outputs) * (each / 2) ** 0.5

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 from natgrad.layers.kind import LayerKind, Layout, Observed, parameter
-from natgrad.math.statistics import gram, index_counts
+from natgrad.math.statistics import gram, index_counts, widen
 
 
 class Embedding(LayerKind):
@@ -33,8 +33,9 @@ class Embedding(LayerKind):
         observed = Observed(kept=(x,))
         if "A" in want:
             read = self._read(module, x)
-            weight = parameter(module, "weight")
-            observed.moments = {"A": index_counts(read, len(weight), weight.dtype)}
+            like = widen(y.new_empty(0))
+            size = len(parameter(module, "weight"))
+            observed.moments = {"A": index_counts(read, size, like.dtype)}
             observed.positions = x.numel()
         return observed
 
