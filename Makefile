@@ -32,7 +32,7 @@ check: $(STAMP) ## lint, formatting and types
 test: check ## check, then every test
 	$(BIN)/python -m pytest
 
-bench: $(STAMP) ## time a step against SGD and peers, one process and two (10 minutes)
+bench: $(STAMP) ## time a step against SGD and peers, one process and two (12 minutes)
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.distributed
 

@@ -94,21 +94,21 @@ CASES: dict[str, Case] = {
         make=models.resnet20,
         batch=128,
         shape=(3, 32, 32),
-        seconds={1: 85.0, 2: 50.0},
+        seconds={1: 75.0, 2: 40.0},
     ),
     "resnet32": Case(
         label="CIFAR ResNet-32",
         make=models.resnet32,
         batch=128,
         shape=(3, 32, 32),
-        seconds={1: 110.0, 2: 65.0},
+        seconds={1: 100.0, 2: 55.0},
     ),
     "mlp": Case(
         label="MLP 784-512-512-10",
         make=perceptron,
         batch=512,
         shape=(784,),
-        seconds={1: 20.0, 2: 15.0},
+        seconds={1: 30.0, 2: 20.0},
     ),
     "gpt": Case(
         label="GPT, 4 layers of 128",
@@ -117,7 +117,7 @@ CASES: dict[str, Case] = {
         shape=(128,),
         classes=128,
         tokens=True,
-        seconds={1: 30.0, 2: 20.0},
+        seconds={1: 40.0, 2: 25.0},
     ),
     "resnet50": Case(
         label="ResNet-50 at 224",
@@ -126,7 +126,7 @@ CASES: dict[str, Case] = {
         shape=(3, 224, 224),
         classes=1000,
         slow=True,
-        seconds={2: 75.0},
+        seconds={2: 60.0},
     ),
 }
 

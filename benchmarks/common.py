@@ -145,6 +145,7 @@ def interleave(
     samples: Samples = {}
     began = time.monotonic()
     for round_ in range(most + 1):
+        round_began = time.monotonic()
         with no_garbage_collection():
             for contender, kind in turns(contenders, round_):
                 sample = run_step(contender, kind, round_)
@@ -152,8 +153,8 @@ def interleave(
                     samples.setdefault((contender.name, kind), []).append(sample)
         spent = time.monotonic() - began
         say(f"round {round_ or 'of warm-up'}: {spent:.0f} s of {seconds:.0f} s")
-        # the next round must fit
-        fits = spent * (round_ + 2) / (round_ + 1) <= seconds
+        # another round like this one must fit
+        fits = spent + time.monotonic() - round_began <= seconds
         if not go_on(round_ < least or fits):
             break
     return samples

@@ -29,6 +29,9 @@ CYCLE = (FULL, STATISTICS, PLAIN)
 ADAPTIVE_STEPS = 4
 """Steps of the adaptive policy in each round: its intervals must have time to grow."""
 
+PEER_ROUNDS = 3
+"""Slow peers sit out after so many rounds, which leaves the time to the others."""
+
 Maker = Callable[[Case, str], Contender]
 
 
@@ -62,12 +65,19 @@ def training_step(
     return step
 
 
-def _plain(name: str, make: Callable[[nn.Module], Optimizer]) -> Maker:
+def _plain(
+    name: str, make: Callable[[nn.Module], Optimizer], max_rounds: int = 1000
+) -> Maker:
     def maker(case: Case, layout: str) -> Contender:
         model = case.model(layout)
         optimizer = make(model)
         step = training_step(model, optimizer, case, layout)
-        return Contender(name=name, step=step, state=lambda: state_of(optimizer))
+        return Contender(
+            name=name,
+            step=step,
+            max_rounds=max_rounds,
+            state=lambda: state_of(optimizer),
+        )
 
     return maker
 
@@ -203,7 +213,7 @@ def _gradient_peer(
             f"1/{interval}": {FULL: 1, PLAIN: interval - 1},
         },
         prepare=prepare,
-        max_rounds=5,
+        max_rounds=PEER_ROUNDS,
         state=lambda: state_of(optimizer),
     )
 
@@ -237,7 +247,7 @@ def _kfac_pytorch(case: Case, layout: str) -> Contender:
         kinds=CYCLE,
         policies=REFRESHING,
         prepare=lambda kind: now.__setitem__(0, kind),
-        max_rounds=5,
+        max_rounds=PEER_ROUNDS,
         state=lambda: [
             state_of(optimizer),
             [vars(layer) for _, layer in peer._layers.values()],
@@ -281,14 +291,14 @@ def _asdl(case: Case, layout: str) -> Contender:
         kinds=CYCLE,
         policies=REFRESHING,
         prepare=lambda kind: now.__setitem__(0, kind),
-        max_rounds=5,
+        max_rounds=PEER_ROUNDS,
     )
 
 
 MAKERS: dict[str, Maker] = {
     BASELINE: _plain(BASELINE, _sgd),
     "AdamW": _plain("AdamW", _adamw),
-    "Muon": _plain("Muon", _muon),
+    "Muon": _plain("Muon", _muon, PEER_ROUNDS),
     "Shampoo": _shampoo,
     "SOAP": _soap,
     "kfac-pytorch": _kfac_pytorch,

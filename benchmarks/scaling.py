@@ -9,7 +9,7 @@ Each sweep writes scaling_<sweep>.json and scaling_<sweep>.png. Methods as in
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,10 @@ def run(name: str, sweep: Sweep, options: Any) -> None:
     for title, (case_at, sizes) in sweep.panels.items():
         panels[title] = []
         for size in sweep.quick if options.quick else sizes:
-            rows = measure(case_at(size), options)
+            case = case_at(size)
+            if options.quick:
+                case = replace(case, batch=min(case.batch, 16))
+            rows = measure(case, options)
             panels[title].append({"size": size, "rows": rows})
             ratios = ", ".join(f"{r['ratio']:.2f}" for r in rows[1:])
             say(f"{name}: {title}, {size}: {ratios}")

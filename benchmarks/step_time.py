@@ -61,8 +61,10 @@ included; `peak` is memory at the highest point of the costliest kind of step, b
 what an SGD step takes."""
 
 
-def measure(name: str, case: Case, threads: int, options: Any) -> dict[str, Any]:
-    """One case with one number of threads."""
+def measure(
+    name: str, case: Case, threads: int, options: Any, details: bool = True
+) -> dict[str, Any]:
+    """One case with one number of threads; ``details`` are memory and phases."""
     torch.set_num_threads(threads)
     clock = "cpu" if threads == 1 else "wall"
     say(f"{case.label}, batch {case.batch}, {threads} thread(s)")
@@ -75,9 +77,10 @@ def measure(name: str, case: Case, threads: int, options: Any) -> dict[str, Any]
         say=lambda text: say(f"  {text}"),
     )
     rows = summarise(samples, contenders, clock)
-    sizes = memory_of(contenders)
+    rounds = 1 if options.quick or case.slow else 2
+    sizes = memory_of(contenders) if details else {}
     for row in rows:
-        row |= sizes[row["contender"]]
+        row |= sizes.get(row["contender"], {})
     for row in rows:
         if row["contender"] != BASELINE:
             say(f"  {row['contender']:28} {row['policy']:10} {row['ratio']:6.2f}x")
@@ -89,7 +92,7 @@ def measure(name: str, case: Case, threads: int, options: Any) -> dict[str, Any]
         "clock": clock,
         "layout": options.layout if case.images else "contiguous",
         "rows": rows,
-        "phases": phases_of(contenders, clock, options),
+        "phases": phases_of(contenders, clock, rounds) if details else {},
     }
 
 
@@ -111,9 +114,8 @@ def memory_of(contenders: list[Contender]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def phases_of(contenders: list[Contender], clock: str, options: Any) -> dict[str, Any]:
+def phases_of(contenders: list[Contender], clock: str, rounds: int) -> dict[str, Any]:
     """Seconds by kind and phase of natgrad's contenders."""
-    rounds = 1 if options.quick else 3
     return {
         c.name: phases.measure(c, clock, rounds)
         for c in contenders
@@ -138,8 +140,8 @@ def table(result: dict[str, Any]) -> str:
                 f"{row['ratio']:.2f}x",
                 f"{row['low']:.2f} to {row['high']:.2f}",
                 f"{1e3 * row['seconds']:.1f}",
-                megabytes(row["state_bytes"]),
-                megabytes(row["peak_bytes"]),
+                megabytes(row.get("state_bytes")),
+                megabytes(row.get("peak_bytes")),
             )
         )
     return markdown_table(header, rows)
@@ -216,11 +218,15 @@ def main(arguments: list[str] | None = None) -> None:
     for name, case in options.cases.items():
         if options.only and name not in options.only:
             continue
-        chosen = options.threads if name in options.only else None
-        for threads in sorted(set(options.threads) & set(case.seconds)) or chosen or ():
+        counts = sorted(set(options.threads) & set(case.seconds))
+        if name in options.only:
+            counts = options.threads
+        for threads in counts:
             budget = case.seconds.get(threads, max(case.seconds.values()))
             timed = dataclasses.replace(case, seconds={threads: budget})
-            results.append(measure(name, timed, threads, options))
+            # memory does not depend on threads, and phases hardly do
+            details = threads == counts[0]
+            results.append(measure(name, timed, threads, options, details))
             # after each, so that a run that is stopped leaves what it has
             write_json(
                 options.out / "step_time.json", {"machine": facts, "cases": results}
