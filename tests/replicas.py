@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,11 +114,22 @@ def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
     return share
 
 
-def train(case: Case) -> tuple[Tensor, Any, list[Any]]:
-    """All parameters after the last step, the KFAC or SPNGD, and traffic by step."""
+def train(
+    case: Case,
+    steps: slice = slice(None),
+    start: Any = None,
+    save: bool = False,
+) -> tuple[Tensor, Any, list[Any]]:
+    """All parameters after the last step, the KFAC or SPNGD, and traffic by step.
+
+    ``start`` is what an earlier part with ``save`` left in the KFAC's ``saved``.
+    """
     model, optimizer, natural = build(case)
+    if start is not None:
+        getattr(model, "module", model).load_state_dict(start[0])
+        optimizer.load_state_dict(start[1])
     traffic: list[Any] = []
-    for x, y in batches(case):
+    for x, y in batches(case)[steps]:
         optimizer.zero_grad()
         pieces = zip(x.chunk(case.micro), y.chunk(case.micro), strict=True)
         for small_x, small_y in pieces:
@@ -126,5 +138,9 @@ def train(case: Case) -> tuple[Tensor, Any, list[Any]]:
         optimizer.step()
         traffic.append(natural.traffic()["step"])
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    if save:
+        natural.gather()
+        plain = getattr(model, "module", model)
+        natural.saved = copy.deepcopy((plain.state_dict(), optimizer.state_dict()))
     natural.close()
     return flat, natural, traffic

@@ -125,6 +125,83 @@ def _linear(case: Case, micro: int) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+RESUMED = {
+    "spngd": Case(
+        method="spngd",
+        steps=10,
+        options={
+            "refresh": Adaptive(tolerance=2.0),
+            "damping": 0.1,
+            "strategy": "layer_wise",
+        },
+    ),
+    "ddp": Case(
+        method="ddp",
+        steps=10,
+        options={"refresh": Every(2, 3), "damping": 0.1, "norm": "unit"},
+    ),
+}
+
+
+def _first_part(rank: int) -> dict[str, Any]:
+    return {
+        name: train(case, slice(0, 5), save=True)[1].saved
+        for name, case in RESUMED.items()
+    }
+
+
+def _second_part(rank: int, saved: dict[str, Any]) -> dict[str, Tensor]:
+    return {
+        name: train(case, slice(5, 10), start=saved[name])[0]
+        for name, case in RESUMED.items()
+    }
+
+
+def test_one_rank_can_save_for_any_number_of_ranks() -> None:
+    expected = {name: train(case)[0] for name, case in RESUMED.items()}
+    saved = run_world(3, _first_part)[2]
+    for result in [*run_world(2, _second_part, saved), _second_part(0, saved)]:
+        for name, weights in result.items():
+            assert (weights - expected[name]).abs().max() < 1e-10, name
+
+
+def _part_of_another(rank: int) -> str:
+    case = RESUMED["ddp"]
+    _, _, natural = build(case)
+    part = natural.state_dict()
+    part["part"] = [1 - rank, 2]
+    try:
+        natural.load_state_dict(part)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_another_ranks_part_is_refused() -> None:
+    assert "the part of rank 1 of 2" in run_world(2, _part_of_another)[0]
+
+
+def _measured(rank: int) -> tuple[dict[str, Tensor], bool]:
+    weights: dict[str, Tensor] = {}
+    for method in ("spngd", "ddp"):
+        weights[method], natural, _ = train(_placed(method, "measured"))
+        costs = natural.engine.plan.cost.measured
+    return weights, set(costs) == set(natural.engine.statistics.states)
+
+
+def _placed(method: str, placement: str) -> Case:
+    options = {"placement": placement, "damping": 0.1, "refresh": Every(2, 3)}
+    return Case(method=method, options={**options, "norm": "unit"})
+
+
+def test_measured_placement_moves_owners_and_changes_nothing() -> None:
+    expected = {m: train(_placed(m, "measured"))[0] for m in ("spngd", "ddp")}
+    for weights, replaced in run_world(3, _measured):
+        assert replaced
+        for method, result in weights.items():
+            assert (result - expected[method]).abs().max() < 1e-10, method
+
+
 def _bytes(rank: int, case: Case) -> tuple[list[Any], dict[str, Any], list[int]]:
     _, natural, traffic = train(case)
     plan = natural.engine.plan

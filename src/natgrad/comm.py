@@ -181,6 +181,12 @@ class Communicator:
         """The sum of a small vector over all ranks, on all ranks."""
         return self._everywhere("agree", vector.clone(), dist.ReduceOp.SUM)()
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """``x`` of one rank, on all ranks; the others give a tensor to fill."""
+        with self.explained("broadcast"):
+            self._links.broadcast(("agree", self._everyone), x, source).wait()
+        return x
+
     def largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
         """Start to find the largest of each number over all ranks; call to wait."""
         vector = torch.tensor(numbers, dtype=torch.int64)

@@ -1,6 +1,8 @@
 """The parts of a step that `KFAC` and `SPNGD` share, in the order a step runs them."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +13,11 @@ from natgrad import state as saved_state
 from natgrad.capture import Capture, Captured
 from natgrad.comm import CommOptions, Communicator, world_of
 from natgrad.config import Curvature
+from natgrad.gathering import gather, release
 from natgrad.layers import Block, find_blocks
 from natgrad.math import foreach
 from natgrad.outbox import GradientOutbox, StatisticsOutbox
-from natgrad.plan import Strategy, make_plan
+from natgrad.plan import Plan, Strategy, make_plan
 from natgrad.sampling import sampled_loss
 from natgrad.statistics import Statistics
 from natgrad.verdict import Verdict, reach_verdict
@@ -41,31 +44,36 @@ class Engine:
         self.config = config
         self.skipped_steps = 0
         self.closed = False
+        self.gathered = False
+        self.before_replan: list[Callable[[], None]] = []
+        self._comm_options, self._group = comm, group
+        self._measure = placement == "measured" and world_of(group) > 1
         ddp = isinstance(model, DistributedDataParallel)
         self.model: nn.Module = model.module if ddp else model
         self.blocks = _find_blocks(self.model, config)
         self.block = {b.name: b for b in self.blocks}
         self.like = _like(self.blocks)
-        self.plan = make_plan(
+        self._make_plan = partial(
+            make_plan,
             [b.spec for b in self.blocks],
             world=world_of(group),
             strategy=strategy,
-            placement=placement,
+            placement="longest_first" if placement == "measured" else placement,
             gradients="ddp" if ddp else "own",
             inverse=config.damping_style,
         )
-        self.comm = Communicator(
-            self.plan, comm, group, fingerprint=config.fingerprint()
-        )
-        self.own_gradients = not ddp and self.comm.world > 1
+        self.own_gradients = not ddp and world_of(group) > 1
         if self.own_gradients and grad_scaler is not None:
             raise ValueError(
                 "A GradScaler skips steps on one rank alone unless gradients are "
                 "averaged before it looks: wrap the model in DistributedDataParallel."
             )
+        self.plan = self._make_plan()
+        self.comm = self._connect(self.plan)
         self.statistics = Statistics(
             self.blocks, config, self.plan, self.comm, self.like
         )
+        self.statistics.seconds = {} if self._measure else None
         self.capture = Capture(
             self.model,
             self.blocks,
@@ -74,16 +82,24 @@ class Engine:
             subsample=config.subsample,
             grad_scaler=grad_scaler,
         )
-        overlap = comm.overlap and self.comm.world > 1
-        self._sums = StatisticsOutbox(self.comm, self.like, overlap)
-        self._gradients: GradientOutbox | None = None
-        if self.own_gradients:
-            self._gradients = GradientOutbox(self.comm, self.like, self.blocks, overlap)
+        self._open_outboxes()
         self.capture.on_growth = lambda name: self._sums.grown(
             name, self.capture.current
         )
         self.capture.on_abandon = self._abandon
         self.begin()
+
+    def _connect(self, plan: Plan) -> Communicator:
+        print_of = self.config.fingerprint()
+        options, group = self._comm_options, self._group
+        return Communicator(plan, options, group, fingerprint=print_of)
+
+    def _open_outboxes(self) -> None:
+        overlap = self._comm_options.overlap and self.comm.world > 1
+        self._sums = StatisticsOutbox(self.comm, self.like, overlap)
+        self._gradients: GradientOutbox | None = None
+        if self.own_gradients:
+            self._gradients = GradientOutbox(self.comm, self.like, self.blocks, overlap)
 
     @property
     def step(self) -> int:
@@ -183,6 +199,10 @@ class Engine:
             self._warn_silent()
         self.statistics.step += 1
         self.comm.end_step()
+        if self.gathered:
+            self._release()
+        if self._measure:
+            self._replan()
         self.begin()
 
     def skip_step(self) -> None:
@@ -217,15 +237,60 @@ class Engine:
         with self.capture.sampling():
             torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
 
+    def gather(self) -> None:
+        """Collective: put all statistics on every rank, until the next step."""
+        states = self.statistics.states
+        eigen = frozenset(n for n, s in states.items() if self.statistics.is_eigen(s))
+        gather([*states.values()], self.plan, self.comm, self.like, eigen=eigen)
+        self.gathered = True
+
+    def _release(self) -> None:
+        release([*self.statistics.states.values()], self.plan, self.comm.rank)
+        self.gathered = False
+
+    def _replan(self) -> None:
+        """Once: give owners new statistics by the seconds that inversions took."""
+        states, seconds = self.statistics.states, self.statistics.seconds
+        assert seconds is not None
+        mine = self.like.new_tensor([seconds.get(name, 0.0) for name in states])
+        total: list[float] = self.comm.agree(mine).tolist()
+        if not any(total):
+            return
+        self._measure, self.statistics.seconds = False, None
+        self.gather()
+        for prepare in self.before_replan:
+            prepare()
+        self.plan = self._make_plan(costs=dict(zip(states, total, strict=True)))
+        self.comm.close()
+        self.comm = self._connect(self.plan)
+        self.statistics.plan, self.statistics.comm = self.plan, self.comm
+        for handle in self._gradients.handles if self._gradients else ():
+            handle.remove()
+        self._open_outboxes()
+        self._release()
+
     def state_dict(self) -> dict[str, Any]:
-        """Statistics, inverses and timing, as tensors and numbers."""
+        """Statistics, inverses and timing, as tensors and numbers.
+
+        After `gather` all of them; else, on several ranks, only this rank's part.
+        """
         states, style = self.statistics.states.values(), self.config.damping_style
-        return saved_state.save(states, self.step, style)
+        whole = self.gathered or self.comm.world == 1
+        part = None if whole else [self.comm.rank, self.comm.world]
+        return saved_state.save(states, self.step, style) | {"part": part}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Continue from a `state_dict`: a whole one, or this rank's part."""
+        part, here = state.get("part"), [self.comm.rank, self.comm.world]
+        if part is not None and list(part) != here:
+            raise ValueError(
+                f"The saved natgrad state is the part of rank {part[0]} of {part[1]}. "
+                f"Must be that of rank {here[0]} of {here[1]}, or a whole one: call "
+                "gather() on every rank before state_dict()."
+            )
         states, style = self.statistics.states, self.config.damping_style
         self.statistics.step = saved_state.load(states, state, self.like, style)
+        self._release()
         self.capture.take()
         self.begin()
 

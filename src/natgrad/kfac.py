@@ -57,7 +57,9 @@ class KFAC(Inspectable):
         grad_scaler: the `torch.amp.GradScaler` in use, to undo its loss scale.
         strategy: how several ranks share the work: ``"factor_wise"``,
             ``"layer_wise"``, ``"spngd"`` or ``natgrad.hybrid(fraction)``.
-        placement: ``"longest_first"`` or ``"round_robin"``.
+        placement: ``"longest_first"`` (by modelled cost), ``"measured"`` (the same, and
+            anew after the first refresh by the seconds that its inversions took) or
+            ``"round_robin"`` (the papers').
         comm: buckets, precision and overlap of communication.
         group: a process group; the default one if None.
     """

@@ -116,6 +116,7 @@ class SPNGD(Inspectable, Optimizer):
         )
         self._group_of()  # raises if a block is in no group
         self._handles = travel_with(self, _Curvature(self.engine))
+        self.engine.before_replan.append(self._gather_velocity)
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -143,6 +144,7 @@ class SPNGD(Inspectable, Optimizer):
         mine = [engine.block[name] for name in updates]
         self._update(mine, updates)
         self._share_weights(mine, verdict.present)
+        self._forget_foreign_velocity()
         engine.end()
         return value
 
@@ -211,6 +213,31 @@ class SPNGD(Inspectable, Optimizer):
             block = self.engine.block[name]
             for p, x in zip(block.parameters, block.unfold(stack), strict=True):
                 p.copy_(x)
+
+    def gather(self) -> None:
+        """Collective: put all statistics and momentum on every rank.
+
+        `state_dict` is then whole on each of them, until the next step.
+        """
+        self.engine.gather()
+        self._gather_velocity()
+
+    def _gather_velocity(self) -> None:
+        if self.engine.comm.world == 1:
+            return
+        for block in self.engine.blocks:
+            source = self.engine.plan.workers[block.name][0]
+            for p in block.parameters:
+                velocity = self._velocity(p).contiguous()
+                self.state[p]["velocity"] = self.engine.comm.broadcast(velocity, source)
+
+    def _forget_foreign_velocity(self) -> None:
+        """What a gather brought grows stale where this rank does not work."""
+        rank, workers = self.engine.comm.rank, self.engine.plan.workers
+        for block in self.engine.blocks:
+            if rank not in workers[block.name]:
+                for p in block.parameters:
+                    self.state.pop(p, None)
 
     def _group_of(self) -> dict[int, dict[str, Any]]:
         groups = {id(p): g for g in self.param_groups for p in g["params"]}

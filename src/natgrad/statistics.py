@@ -1,6 +1,7 @@
 """The statistics of all blocks: averaged, inverted, shared and applied when due."""
 
 import math
+import time
 import warnings
 from collections.abc import Iterable
 
@@ -35,7 +36,8 @@ Findings = dict[str, Inverse | InverseError]
 class Statistics:
     """One `StatisticState` for each statistic; every rank has all, owners their data.
 
-    ``step`` counts from 0 and is set by the engine.
+    ``step`` counts from 0 and is set by the engine. ``seconds``, unless None, collects
+    how long each owned inversion takes.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Statistics:
             for s in b.spec.statistics
         }
         self.step = 0
+        self.seconds: dict[str, float] | None = None
 
     def due(self) -> list[StatisticState]:
         """The statistics to estimate in this step, in the blocks' order."""
@@ -89,7 +92,7 @@ class Statistics:
         inverses = [s.inverse for s in states if s.inverse is not None]
         if not states or len(inverses) < len(states):
             return gradient
-        if self._is_eigen(states[0]):
+        if self.is_eigen(states[0]):
             right, left = inverses
             return apply_eigen(gradient, right, left, self.damping_of(block))
         left = inverses[1] if len(inverses) == 2 else None
@@ -127,7 +130,8 @@ class Statistics:
     def _owns(self, s: StatisticState) -> bool:
         return self.plan.owners[s.spec.name] == self.comm.rank
 
-    def _is_eigen(self, s: StatisticState) -> bool:
+    def is_eigen(self, s: StatisticState) -> bool:
+        """Whether its inverse is kept as an eigendecomposition."""
         two_sided = len(self.block[s.spec.block].spec.statistics) == 2
         return two_sided and self.config.damping_style == "eigen"
 
@@ -172,8 +176,12 @@ class Statistics:
 
     def _invert(self, mine: list[StatisticState]) -> Findings:
         """New inverses of owned statistics, or why there is none."""
-        eigen = [s for s in mine if self._is_eigen(s)]
-        plain = [s for s in mine if not self._is_eigen(s)]
+        if self.seconds is not None and len(mine) > 1:
+            parts = [self._invert([s]) for s in mine]  # each is timed on its own
+            return {name: found for part in parts for name, found in part.items()}
+        began = time.perf_counter()
+        eigen = [s for s in mine if self.is_eigen(s)]
+        plain = [s for s in mine if not self.is_eigen(s)]
         bases = eigendecompositions([self.dense(s) for s in eigen])
         dampings = [self.factor_damping(s) for s in plain]
         inverses = damped_inverses([self.dense(s) for s in plain], dampings)
@@ -182,6 +190,9 @@ class Statistics:
             findings[s.spec.name] = x
         for s, x in zip(plain, inverses, strict=True):
             findings[s.spec.name] = x if isinstance(x, InverseError) else (x,)
+        if self.seconds is not None:
+            spent = time.perf_counter() - began
+            self.seconds.update(dict.fromkeys(findings, spent))
         return findings
 
     def _share_findings(
@@ -214,7 +225,7 @@ class Statistics:
         if tolerance is None:
             return s.timing.interval
         damped = new[0]
-        if self._is_eigen(s):
+        if self.is_eigen(s):
             damped = damped_from_eigen(new[0], new[1], self.factor_damping(s))
         # unpacked again: packed, the Frobenius norm would miss half of the matrix
         similar = [is_similar(damped, unflatten(x, s), tolerance) for x in s.history]
@@ -238,12 +249,12 @@ class Statistics:
                 s.inverse = self._unpack_inverse(s, flat)
 
     def _pack_inverse(self, s: StatisticState, inverse: Inverse) -> Tensor:
-        if self._is_eigen(s):
+        if self.is_eigen(s):
             return torch.cat([x.flatten() for x in inverse])
         return flatten(inverse[0])
 
     def _unpack_inverse(self, s: StatisticState, flat: Tensor) -> Inverse:
-        if not self._is_eigen(s):
+        if not self.is_eigen(s):
             return (unflatten(flat, s),)
         stack, size = s.spec.stack, s.spec.size
         vectors, values = flat.split([flat.numel() - stack * size, stack * size])

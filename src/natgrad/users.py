@@ -86,6 +86,14 @@ class Inspectable:
         """
         self.engine.sampled_backward(outputs, likelihood, targets)
 
+    def gather(self) -> None:
+        """Collective: put all statistics on every rank, until the next step.
+
+        Call it on every rank before saving `state_dict` on one of them. Without it
+        each rank's `state_dict` holds its own part, for the same number of ranks.
+        """
+        self.engine.gather()
+
     def state_dict(self) -> dict[str, Any]:
         """Statistics, inverses and timing, as tensors and numbers."""
         return self.engine.state_dict()

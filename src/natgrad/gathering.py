@@ -1,0 +1,81 @@
+"""Every statistic on every rank: for a checkpoint, or before owners change."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from natgrad.comm import Communicator
+from natgrad.math.inverse import Inverse
+from natgrad.plan import Plan
+from natgrad.state import StatisticState
+
+Share = Callable[[Tensor | None, int], Tensor]
+
+
+def gather(
+    states: list[StatisticState],
+    plan: Plan,
+    comm: Communicator,
+    like: Tensor,
+    *,
+    eigen: frozenset[str],
+) -> None:
+    """Fill ``states`` with what only owners keep. Collective.
+
+    ``eigen`` names the statistics whose inverse is an eigendecomposition.
+    """
+    if comm.world == 1:
+        return
+    held = _held(states, plan, comm, like)
+    for s, (average, inverse, history) in zip(states, held, strict=True):
+        owner = plan.owners[s.spec.name]
+
+        def share(x: Tensor | None, size: int, owner: int = owner) -> Tensor:
+            mine = x.flatten() if comm.rank == owner and x is not None else None
+            return comm.broadcast(like.new_empty(size) if mine is None else mine, owner)
+
+        if average:
+            s.average = share(s.average, s.spec.packed)
+        if inverse:
+            s.inverse = _share_inverse(s, share, s.spec.name in eigen)
+        s.history = [
+            share(s.history[i] if i < len(s.history) else None, s.spec.packed)
+            for i in range(history)
+        ]
+
+
+def release(states: list[StatisticState], plan: Plan, rank: int) -> None:
+    """Forget what a gather brought of statistics that this rank has no part in."""
+    for s in states:
+        if plan.owners[s.spec.name] != rank:
+            s.average, s.history = None, []
+            if rank not in plan.workers[s.spec.block]:
+                s.inverse = None
+
+
+def _held(
+    states: list[StatisticState], plan: Plan, comm: Communicator, like: Tensor
+) -> list[tuple[int, int, int]]:
+    """Of each owner: whether it has an average and an inverse, and its history."""
+    said: list[float] = []
+    for s in states:
+        mine = plan.owners[s.spec.name] == comm.rank
+        has = (s.average is not None, s.inverse is not None, len(s.history))
+        said += has if mine else (0, 0, 0)
+    agreed: list[float] = comm.agree(like.new_tensor(said)).tolist()
+    numbers = [round(x) for x in agreed]
+    return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+
+
+def _share_inverse(s: StatisticState, share: Share, eigen: bool) -> Inverse:
+    stack, size, diagonal = s.spec.stack, s.spec.size, s.spec.diagonal
+    dense = (stack, size) if diagonal else (stack, size, size)
+    shapes = [dense]
+    if eigen:
+        shapes = [(0,) if diagonal else dense, (stack, size)]
+    old = s.inverse or (None,) * len(shapes)
+    return tuple(
+        share(x, torch.Size(shape).numel()).reshape(shape)
+        for x, shape in zip(old, shapes, strict=True)
+    )
