@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,18 @@ def blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)
 
 
-def run(path: Path) -> str:
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+COMMANDS = {
+    "distributed": [TORCHRUN, ()],
+    "distributed --kfac": [TORCHRUN, ("--kfac",)],
+}
+
+
+def run(path: Path, before: Sequence[str] = (), after: Sequence[str] = ()) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    before = before or ("-W", "error::UserWarning:natgrad")
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:natgrad", str(path)],
+        [sys.executable, *before, str(path), *after],
         capture_output=True,
         text=True,
         env=environment,
@@ -36,9 +45,16 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example(path: Path) -> None:
+def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LONGEST
-    printed = run(path)
+
+
+@pytest.mark.parametrize(
+    "command", [p.stem for p in EXAMPLES if p.stem != "distributed"] + [*COMMANDS]
+)
+def test_an_example(command: str) -> None:
+    before, after = COMMANDS.get(command, ((), ()))
+    printed = run(ROOT / "examples" / f"{command.split()[0]}.py", before, after)
     last = re.findall(r"accuracy.* (\d+\.\d)%", printed)[-1]
     assert float(last) > 90
 

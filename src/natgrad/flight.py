@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 
 Stage = Callable[[], list[Any]]
 
+# A small model's items would all fit in one bucket, which leaves when the backward is
+# over: an exchange has at least this many buckets unless they would be tiny.
+BUCKETS = 8
+LEAST_BUCKET = 2**16
+
 
 class Flight:
     """Made by `Communicator.begin`: put items, then finish."""
@@ -59,6 +64,9 @@ class Flight:
         self._dtype, self._device = dtype, device
         self._wire = comm.options.wire_dtype(exchange, dtype)
         limit = max(1, comm.options.bucket_bytes // self._wire.itemsize)
+        # See Note [Order of buckets]: the first must be full long before the last.
+        whole = self._plan.elements(tuple(self._names))
+        limit = min(limit, max(whole // BUCKETS, LEAST_BUCKET))
         first, self._second = comm.layout(exchange, tuple(self._names), limit)
         self._loads = [self._load(b) for b in first if comm.rank in b.ranks]
         self._where = {name: load for load in self._loads for name in load.mine}
