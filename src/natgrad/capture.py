@@ -116,6 +116,8 @@ class Capture:
         self._terms: int | None = None
         self._terms_used = False
         self._sentinel: nn.Parameter | None = None
+        self._sentinel_hook: RemovableHandle | None = None
+        self._sentinel_version = -1
         self._captured = Captured()
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
@@ -139,7 +141,7 @@ class Capture:
     def take(self) -> Captured:
         """What was captured since the last `take`, which begins anew."""
         captured, self._captured = self._captured, Captured()
-        self._sentinel = None
+        self._watch(None)
         self._terms = None
         return captured
 
@@ -162,7 +164,7 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._captured = Captured()
+        self.take()
 
     def _begin_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -171,7 +173,7 @@ class Capture:
             return
         # The statistics live as long as the gradients they belong to: cleared
         # gradients mean that a step was skipped (an AMP overflow, say).
-        if self._sentinel is not None and self._sentinel.grad is None:
+        if self._gradients_cleared():
             coming = None if self._terms_used else self._terms
             self.take()
             self._terms = coming
@@ -180,6 +182,27 @@ class Capture:
         self._forward += 1
         self._loss_scale = None
         self._batch = _batch_size((args, kwargs))
+
+    def _watch(self, p: nn.Parameter | None) -> None:
+        """Take the gradient of ``p`` as a sign that the step's gradients are kept."""
+        if self._sentinel_hook is not None:
+            self._sentinel_hook.remove()
+        self._sentinel, self._sentinel_hook, self._sentinel_version = p, None, -1
+        if p is not None:
+            self._sentinel_hook = p.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, p: Tensor) -> None:
+        self._sentinel_version = -1 if p.grad is None else p.grad._version
+
+    def _gradients_cleared(self) -> bool:
+        if self._sentinel is None:
+            return False
+        grad = self._sentinel.grad
+        if grad is None:
+            return True
+        # A zero_grad(set_to_none=False) writes; only after a write is it worth the
+        # synchronisation to look at the values.
+        return grad._version != self._sentinel_version and not bool(grad.any())
 
     def _after_forward(
         self,
@@ -259,7 +282,7 @@ class Capture:
         into.terms.setdefault(per, {})[call.forward] = self._terms or call.terms
         self._terms_used = True
         if self._sentinel is None:
-            self._sentinel = call.block.parameters[0]
+            self._watch(call.block.parameters[0])
         for kind, moment in moments.items():
             name = f"{call.block.name}/{kind}"
             self.fired.add(name)
