@@ -278,7 +278,9 @@ class StepBuilder:
         names = [item.name for item in self.plan.exchanges[exchange].items]
         if not names or not weight or self.plan.world == 1:
             return None
-        seconds = self._seconds(exchange, names, dict.fromkeys(names, weight))
+        weights = dict.fromkeys(names, weight)
+        buckets = self._buckets(exchange, names, weights)
+        seconds = sum(self._seconds(exchange, each, weights) for each in buckets)
         return self.timeline.add(exchange, exchange, NETWORK, seconds, after.values())
 
     def _precondition(
