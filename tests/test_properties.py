@@ -298,6 +298,48 @@ def test_a_backward_in_evaluation_mode_leaves_micro_batches_alone() -> None:
     same(captured(model, run), reference())
 
 
+def test_a_gradient_penalty_is_part_of_the_loss() -> None:
+    """Its inner gradient is not: ghat is N times the whole loss's gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(5, 3).double().requires_grad_(), torch.randint(3, (5,))
+
+    def loss(probe: Tensor | float = 0.0) -> Tensor:
+        outputs = model[1](model[0](x) + probe)
+        (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        return F.cross_entropy(model[2](outputs), y) + slope.square().sum(1).mean()
+
+    probe = torch.zeros(5, 4, dtype=torch.float64, requires_grad=True)
+    (g,) = torch.autograd.grad(loss(probe), probe)
+    want = sum(torch.outer(r, r) for r in 5 * g) / 5
+    with kfac_of(model) as kfac:
+        loss().backward()
+        kfac.step()
+        near(kfac.statistic("0/G"), want.unsqueeze(0))  # pyright: ignore
+
+
+def test_freezing_a_bias_later_is_an_error_that_says_so() -> None:
+    model, x, y = small()
+    with kfac_of(model):
+        model.head.bias.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="bias of head was frozen"):
+            F.cross_entropy(model(x), y).backward()
+
+
+def test_freezing_a_whole_layer_later_leaves_it_alone() -> None:
+    model, x, y = small()
+    with kfac_of(model, decay=0.5) as kfac:
+        for frozen in (False, True):
+            model.head.requires_grad_(not frozen)
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            kfac.step()
+        assert kfac.refreshes()["statistics"]["head/A"]["refreshed"] == 1
+        assert kfac.refreshes()["statistics"]["conv/A"]["refreshed"] == 2
+        assert model.head.weight.grad is None
+        assert model.head.bias.grad is None
+
+
 class Optional(nn.Module):
     """A branch that runs only when asked to."""
 

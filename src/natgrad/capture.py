@@ -6,8 +6,9 @@ on its output; the tensor hook makes the moments of the gradient and only then a
 to the step's sums. So a forward that is never followed by its backward (evaluation, a
 forward under no_grad, the recomputed forward of activation checkpointing) counts for
 nothing, and no activation outlives the graph. A second backward through a graph that
-was retained counts for nothing either. A tensor hook, unlike a module's backward hook,
-also works when the next layer is an in-place ReLU.
+was retained counts for nothing either, nor does one that makes a graph of its own
+(create_graph=True: the inner gradient of a gradient penalty). A tensor hook, unlike a
+module's backward hook, also works when the next layer is an in-place ReLU.
 
 Note [Scaling]
 With N the terms that the loss averages over, the gradient of one term is ghat = N g.
@@ -142,7 +143,7 @@ class Capture:
         """What was captured since the last `take`, which begins anew."""
         captured, self._captured = self._captured, Captured()
         self._watch(None)
-        self._terms = None
+        self._terms, self._batch = None, 0
         return captured
 
     def set_loss_terms(self, terms: int) -> None:
@@ -222,6 +223,11 @@ class Capture:
             return
         x: Tensor = next(iter((*args, *kwargs.values()))).detach()
         assert block.kind is not None
+        if block.kind.layout(module).cols != block.spec.cols:
+            raise RuntimeError(
+                f"The bias of {block.name} was frozen or unfrozen after its layer was "
+                "registered. Must be done before KFAC or SPNGD is made."
+            )
         rows, scale = self._rows(block, x, output)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             observed = block.kind.observe(module, x[rows], output, want)
@@ -253,7 +259,7 @@ class Capture:
         return self._batch or len(output)
 
     def _after_backward(self, call: Call, g: Tensor) -> None:
-        if self._sampling != self._sampled or call.done:
+        if self._sampling != self._sampled or call.done or torch.is_grad_enabled():
             return
         assert call.block.kind is not None
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
