@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests import oracle
-from tests.layer_table import KRONECKER, NORM, Readout, Row, build
+from tests.layer_table import KRONECKER, NORM, Readout, Row, build, draw
 from torch import Tensor, nn
 
 from natgrad import KFAC, SPNGD, Every, schedules
@@ -95,6 +95,22 @@ def test_damping_may_follow_the_step() -> None:
             kfac.step()
             a, g = factors_of(kfac)
             want = oracle.solve(oracle.kronecker(g, a), plain, 0.1 * (step + 1))
+            near(layer_gradient(model.layer), want)
+
+
+@pytest.mark.parametrize("name", ["linear-3d", "conv2d-groups", "embedding"])
+def test_the_pi_split_is_of_the_running_averages(name: str) -> None:
+    row = KRONECKER[name]
+    model, _, _ = build(row)
+    options: dict[str, Any] = {"damping_style": "factored", "kl_clip": None}
+    with KFAC(model, damping=DAMPING, decay=0.6, refresh=Every(), **options) as kfac:
+        for scale in (1.0, 7.0, 0.1):
+            x, y = draw(row)
+            model.zero_grad()
+            (scale * F.cross_entropy(model(x), y)).backward()
+            plain = layer_gradient(model.layer)
+            kfac.step()
+            want = oracle.solve_factored(*factors_of(kfac), plain, DAMPING)
             near(layer_gradient(model.layer), want)
 
 
