@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from natgrad.math import convolution
+from natgrad.math import convolution, products
 from natgrad.math.convolution import (
     ConvGeometry,
     choose_method,
@@ -19,6 +19,8 @@ from natgrad.math.convolution import (
     conv_output_moment,
     positions,
 )
+from natgrad.math.correlation import correlate_images, correlate_spectra
+from natgrad.math.geometry import PADDING_MODES
 
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -91,7 +93,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, ConvGeometry]:
     def each(strategy: st.SearchStrategy) -> tuple:
         return tuple(draw(strategy) for _ in range(dims))
 
-    mode = draw(st.sampled_from([*convolution.PADDING_MODES, "zeros", "zeros"]))
+    mode = draw(st.sampled_from([*PADDING_MODES, "zeros", "zeros"]))
     sides = st.integers(0, 4 if mode == "zeros" else 1)
     geometry = ConvGeometry(
         kernel=each(st.integers(1, largest)),
@@ -149,9 +151,9 @@ def test_positions_is_the_corner(case: tuple[Tensor, ConvGeometry]):
 def test_every_way_to_correlate_agrees(case: tuple[Tensor, ConvGeometry]):
     x, geometry = case
     geometry = replace(geometry, groups=1, stride=(1,) * geometry.dims)
-    expected = convolution._correlate_images(x, geometry)
+    expected = correlate_images(x, geometry)
     for spectral in {geometry.dims, geometry.dims - 1} - {0}:
-        actual = convolution._correlate_spectra(x, geometry, spectral)
+        actual = correlate_spectra(x, geometry, spectral)
         assert_close(x, actual, expected)
 
 
@@ -182,8 +184,8 @@ def test_many_small_blocks_add_up(method: str, monkeypatch: pytest.MonkeyPatch):
     x = random_input(7, 3, 6, 5)
     geometry = make_geometry(3, padding=((1, 1), (1, 1)), bias=True)
     expected = looped_moment(x, geometry)
-    monkeypatch.setattr(convolution, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(convolution, "PANEL", 4)
+    monkeypatch.setattr(products, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(products, "PANEL", 4)
     assert_close(x, conv_input_moment(x, geometry, method), expected)
     g = x.flatten(2)
     outer = torch.einsum("nct,ndt->cd", g, g)
@@ -193,7 +195,7 @@ def test_many_small_blocks_add_up(method: str, monkeypatch: pytest.MonkeyPatch):
 def test_patches_stay_within_a_block(monkeypatch: pytest.MonkeyPatch):
     x = random_input(5, 3, 9, 8)
     geometry = make_geometry(3)
-    monkeypatch.setattr(convolution, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(products, "BLOCK_BYTES", 4000)
     blocks = list(convolution._patch_blocks(x, geometry))
     assert sum(block.numel() for block in blocks) == 5 * 27 * 7 * 6
     assert max(block.numel() for block in blocks) * x.element_size() <= 4000

@@ -188,9 +188,9 @@ class Engine:
         """Put updates into ``.grad``; plain blocks keep theirs and are not clipped."""
         for name, update in updates.items():
             block = self.block[name]
-            if scale is not None and block.kind is not None:
-                update = update * scale
-            if block.kind is not None or self.own_gradients:
+            if block.kind is not None:
+                block.write_gradient(update, scale)
+            elif self.own_gradients:
                 block.write_gradient(update)
 
     def end(self) -> None:
@@ -277,7 +277,8 @@ class Engine:
         states, style = self.statistics.states.values(), self.config.damping_style
         whole = self.gathered or self.comm.world == 1
         part = None if whole else [self.comm.rank, self.comm.world]
-        return saved_state.save(states, self.step, style) | {"part": part}
+        saved = saved_state.save(states, self.step, style)
+        return saved | {"part": part, "calls": dict(self._sums.expected)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`: a whole one, or this rank's part."""
@@ -290,6 +291,7 @@ class Engine:
             )
         states, style = self.statistics.states, self.config.damping_style
         self.statistics.step = saved_state.load(states, state, self.like, style)
+        self._sums.expected = dict(state["calls"])
         self._release()
         self.capture.take()
         self.begin()

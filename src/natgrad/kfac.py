@@ -173,7 +173,7 @@ class KFAC(Inspectable):
         if self.kl_clip is None:
             return None
         products = [
-            (updates[name] * gradients[name]).sum().abs()
+            torch.dot(updates[name].flatten(), gradients[name].flatten()).abs()
             for name in updates
             if self.engine.block[name].kind is not None
             # several ranks may work on a block: the first counts it

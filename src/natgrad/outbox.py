@@ -21,11 +21,15 @@ from natgrad.statistics import flatten, trace
 
 
 class StatisticsOutbox:
-    """Sends the sums of due statistics to their owners."""
+    """Sends the sums of due statistics to their owners.
+
+    ``expected`` is how often each grew when it was last estimated. It decides in which
+    parts a sum is sent, so it is saved: a resumed run then rounds in the same way.
+    """
 
     def __init__(self, comm: Communicator, like: Tensor, overlap: bool) -> None:
         self._comm, self._like, self._overlap = comm, like, overlap
-        self._expected: dict[str, int] = {}
+        self.expected: dict[str, int] = {}
         self._flight: Flight | None = None
         self._names: list[str] = []
         self.traces: dict[str, Tensor] = {}
@@ -44,7 +48,7 @@ class StatisticsOutbox:
 
     def grown(self, name: str, captured: Captured) -> None:
         """A statistic's sum has grown; send it if that was the last part."""
-        complete = captured.calls[name] >= self._expected.get(name, 1)
+        complete = captured.calls[name] >= self.expected.get(name, 1)
         if self._overlap and complete:
             self._send(name, captured.sums.pop(name))
 
@@ -55,7 +59,7 @@ class StatisticsOutbox:
             if name in captured.sums:
                 kept[name] = self._send(name, captured.sums.pop(name))
             self.traces.setdefault(name, self._like.new_zeros(()))
-        self._expected |= captured.calls
+        self.expected |= captured.calls
         return kept if self._flight is None else self._flight.finish()
 
     def abandon(self) -> None:

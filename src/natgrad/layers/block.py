@@ -64,12 +64,15 @@ class Block:
         weight, bias = self.kind.unfold(self.modules[0], stack)
         return [weight] if bias is None else [weight, bias]
 
-    def write_gradient(self, stack: Tensor) -> None:
-        """Put ``(s, m, n)`` into the parameters' ``.grad``."""
+    def write_gradient(self, stack: Tensor, scale: Tensor | None = None) -> None:
+        """Put ``(s, m, n)``, times ``scale``, into the parameters' ``.grad``."""
         for p, x in zip(self.parameters, self.unfold(stack), strict=True):
             if p.grad is None or p.grad.is_sparse:
                 p.grad = torch.empty_like(p)
-            p.grad.copy_(x)
+            if scale is None or p.grad.dtype != x.dtype:
+                p.grad.copy_(x if scale is None else x * scale)
+            else:
+                torch.mul(x, scale, out=p.grad)
 
 
 def find_blocks(

@@ -46,7 +46,7 @@ def damped_inverses(
 ) -> list[Tensor | InverseError]:
     """``(X + damping I)^-1`` of stacks ``(s, n, n)`` or diagonals ``(s, n)``."""
     results = _first_rung(matrices, dampings)
-    fine = [torch.isfinite(x).all() for x in results]
+    fine = [_finite(x) for x in results]
     verdicts = torch.stack(fine).tolist() if fine else []
     return [
         result if ok else _climb(_inverse, matrix, damping)
@@ -79,7 +79,9 @@ def damped_from_eigen(vectors: Tensor, values: Tensor, damping: float) -> Tensor
 def _first_rung(matrices: Sequence[Tensor], dampings: Sequence[float]) -> list[Tensor]:
     results: list[Tensor] = [x.new_empty(0) for x in matrices]
     for members in _batches(matrices):
-        joined = torch.cat([matrices[i] for i in members])
+        several = len(members) > 1
+        first = matrices[members[0]]
+        joined = torch.cat([matrices[i] for i in members]) if several else first
         shifts = joined.new_tensor(
             [dampings[i] for i in members for _ in range(len(matrices[i]))]
         )
@@ -103,6 +105,7 @@ def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:
 def _inverse(matrix: Tensor, damping: Tensor) -> Tensor:
     """One rung: NaN where a matrix is not positive definite, and no synchronisation.
 
+    The NaN is at least on the diagonal, which is all that `_finite` reads.
     ``damping`` has one entry for each member of the stack.
     """
     if matrix.dim() == 2:
@@ -115,10 +118,12 @@ def _inverse(matrix: Tensor, damping: Tensor) -> Tensor:
     if size == 2:
         return _two_by_two(damped)
     factor, info = torch.linalg.cholesky_ex(damped)
-    fine = (info == 0).reshape(-1, 1, 1)
+    bad = (info != 0).unsqueeze(1)
     # cholesky_inverse raises, for the whole batch, on a factor with a zero pivot
-    safe = torch.where(fine, factor, torch.eye(size).to(factor))
-    return torch.where(fine, torch.cholesky_inverse(safe), torch.nan)
+    factor.diagonal(dim1=-2, dim2=-1).masked_fill_(bad, 1.0)
+    inverse = torch.cholesky_inverse(factor)
+    inverse.diagonal(dim1=-2, dim2=-1).masked_fill_(bad, torch.nan)
+    return inverse
 
 
 def _two_by_two(x: Tensor) -> Tensor:
@@ -157,6 +162,16 @@ def _climb(
         f"A statistic of shape {tuple(matrix.shape)} could not be inverted with "
         f"damping {damping:g}, with jitter, or in float64."
     )
+
+
+def _finite(inverse: Tensor) -> Tensor:
+    """Whether an inverse is finite, from its diagonal if it is a matrix.
+
+    Of a positive definite X, |x_ij| <= sqrt(x_ii x_jj): reading n entries is enough.
+    """
+    if inverse.dim() == 3:
+        inverse = inverse.diagonal(dim1=-2, dim2=-1)
+    return torch.isfinite(inverse).all()
 
 
 def _rungs(matrix: Tensor, damping: float) -> Iterator[tuple[Tensor, float]]:

@@ -9,6 +9,8 @@ Letters: b rows (examples x positions), n inputs, m outputs, c channels, e examp
 import torch
 from torch import Tensor
 
+from natgrad.math.products import add_product, completed
+
 
 def widen(x: Tensor) -> Tensor:
     """``x`` in float32 if it is in a narrower floating type, else as it is."""
@@ -18,7 +20,9 @@ def widen(x: Tensor) -> Tensor:
 def gram(rows: Tensor) -> Tensor:
     """Sum of outer products of the rows of ``(b, n)``: ``(1, n, n)``."""
     rows = widen(rows)
-    return (rows.T @ rows).unsqueeze(0)
+    total = rows.new_zeros(1, rows.shape[1], rows.shape[1])
+    add_product(total, rows.T.unsqueeze(0))
+    return completed(total)
 
 
 def append_ones(moment: Tensor, sums: Tensor, count: int) -> Tensor:

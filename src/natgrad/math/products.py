@@ -1,0 +1,53 @@
+"""Sums of symmetric products, a bounded number of rows at a time."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from natgrad.math.packing import mirror_
+
+# Patches, spectra and copies are made for a few examples at a time. 4 MiB stay in a
+# last-level cache and are enough for a product to run at full speed.
+BLOCK_BYTES = 4 * 2**20
+
+
+# Rows of a symmetric product made in one go, from the diagonal to the right.
+PANEL = 192
+
+
+def add_product(total: Tensor, rows: Tensor) -> None:
+    """Add rows rows^T to ``total`` (g, n, n); of large ones, the upper part only."""
+    size = total.shape[-1]
+    if total.shape[0] > 1 or size <= PANEL:
+        total.baddbmm_(rows, rows.mT)
+        return
+    for start in range(0, size, PANEL):
+        panel = slice(start, start + PANEL)
+        total[0, panel, start:].addmm_(rows[0, panel], rows[0, start:].T)
+
+
+def completed(total: Tensor) -> Tensor:
+    """What ``add_product`` made, with its lower part."""
+    return mirror_(total) if total.shape[0] == 1 < total.shape[-1] else total
+
+
+def channels_first(block: Tensor) -> Tensor:
+    """(N, C, *spatial) as (C, N * pixels); a view if channels lie last in memory."""
+    last = block.movedim(1, -1)
+    if last.is_contiguous():
+        return last.flatten(0, -2).T
+    return block.transpose(0, 1).reshape(block.shape[1], -1)
+
+
+def blocks(x: Tensor, growth: float = 1.0) -> Iterator[Tensor]:
+    """Runs of examples, widened; ``growth`` times their size is what gets bounded."""
+    size = growth * sum_dtype(x).itemsize * math.prod(x.shape[1:])
+    for block in torch.split(x, max(1, int(BLOCK_BYTES / size))):
+        yield block.to(sum_dtype(x))
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The type in which products of ``x`` are summed: float32, or float64 for that."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
