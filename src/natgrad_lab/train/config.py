@@ -133,6 +133,8 @@ class CurvatureConfig:
     """How normalisation layers are treated."""
     norm_damping_ratio: float = 1.0
     """rho_BN: multiplies the damping of normalisation layers (000 section 4.2)."""
+    subsample: int = 1
+    """Statistics from every k-th example only; 1: from all."""
     rescale_weights: bool = False
     """spngd: rescale conv and linear weights to norm sqrt(2 d_out) (001 eq. 24)."""
     strategy: Literal["factor_wise", "layer_wise", "spngd"] | None = None
@@ -153,6 +155,7 @@ class CurvatureConfig:
         require(0 <= self.decay < 1, "curvature.decay", self.decay, "in [0, 1)")
         clip = self.kl_clip
         require(clip is None or clip > 0, "curvature.kl_clip", clip, "> 0 or none")
+        require(self.subsample >= 1, "curvature.subsample", self.subsample, ">= 1")
         ratio = self.norm_damping_ratio
         require(ratio > 0, "curvature.norm_damping_ratio", ratio, "> 0")
 

@@ -115,6 +115,7 @@ def _shared(config: TrainConfig) -> dict[str, Any]:
     curvature: CurvatureConfig = config.curvature
     names = ("damping_style", "decay", "fisher", "norm", "norm_damping_ratio")
     shared: dict[str, Any] = {name: getattr(curvature, name) for name in names}
+    shared["subsample"] = curvature.subsample
     shared["placement"] = curvature.placement
     if curvature.strategy is not None:
         shared["strategy"] = curvature.strategy

@@ -1,0 +1,242 @@
+"""Train the methods of the comparison and the papers' ablations, and tabulate them.
+
+    python -m benchmarks.comparison methods  --runs runs/comparison
+    python -m benchmarks.comparison papers   --runs runs/comparison
+
+Each run is a ``natgrad train`` of its own, one thread, two at a time. A run that is
+done is not trained again and one that was interrupted is resumed, so the script can be
+stopped at any moment. Tables go to ``benchmarks/results``.
+
+- ``methods``: Fashion-MNIST and CIFAR-10 with a ResNet-8 at batches 128 and 2,048,
+  every method with the settings of its recipe, which nobody has tuned.
+- ``papers``: on digits, three seeds: empirical against sampled Fisher, unit against
+  full against diagonal BN, stale against fresh statistics (Osawa et al. 2020), inverse
+  against eigendecomposition at three batch sizes (Pauloski et al. 2020, Table I), and
+  sub-sampled statistics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from natgrad_lab.data import load
+from natgrad_lab.report.summary import Summary, summarise
+
+RESULTS = Path(__file__).parent / "results"
+METHODS = ("sgd", "adamw", "muon", "soap", "shampoo", "kfac", "spngd")
+TARGETS = {
+    ("cifar10", 128): 45.0,
+    ("cifar10", 2048): 30.0,
+    ("fashion", 128): 80.0,
+    ("fashion", 2048): 70.0,
+}
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run: its group in the tables, its row there, and its command."""
+
+    group: str
+    row: str
+    name: str
+    command: tuple[str, ...]
+
+
+def method_jobs(epochs: dict[int, float]) -> Iterator[Job]:
+    """Every method on both data sets at both batch sizes."""
+    for data in ("cifar10", "fashion"):
+        for batch in (2048, 128):
+            for method in METHODS:
+                name = f"{data}-{method}-{batch}"
+                yield Job(
+                    group=f"{data}, batch {batch}",
+                    row=method,
+                    name=name,
+                    command=(
+                        name,
+                        *("--epochs", str(epochs[batch])),
+                        *("--evaluate-every", str(epochs[batch] / 4)),
+                        *("--targets", str(TARGETS[data, batch])),
+                    ),
+                )
+
+
+PAPERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "SP-NGD on digits: Fisher": {
+        "empirical": ("digits-spngd",),
+        "sampled": ("digits-spngd", "--curvature.fisher", "sampled"),
+    },
+    "SP-NGD on digits: batch norm": {
+        "unit": ("digits-spngd", "--curvature.norm", "unit"),
+        "full": ("digits-spngd", "--curvature.norm", "full"),
+        "diag": ("digits-spngd", "--curvature.norm", "diag"),
+        "skip": ("digits-spngd", "--curvature.norm", "skip"),
+    },
+    "SP-NGD on digits: staleness": {
+        "fresh": ("digits-spngd", "--refresh.kind", "every"),
+        "stale, tolerance 0.1": ("digits-spngd", "--refresh.kind", "adaptive"),
+        "stale, tolerance 0.5": (
+            *("digits-spngd", "--refresh.kind", "adaptive"),
+            *("--refresh.tolerance", "0.5"),
+        ),
+    },
+    "SP-NGD on digits: examples used for statistics": {
+        "all": ("digits-spngd", "--refresh.kind", "every"),
+        **{
+            f"every {k}th": (
+                *("digits-spngd", "--refresh.kind", "every"),
+                *("--curvature.subsample", str(k)),
+            )
+            for k in (4, 8)
+        },
+    },
+    **{
+        f"K-FAC on digits, batch {batch}": {
+            "SGD": ("digits-sgd", "--batch", str(batch)),
+            "K-FAC, inverse": (
+                *("digits-kfac", "--batch", str(batch)),
+                *("--curvature.damping-style", "factored"),
+            ),
+            "K-FAC, eigendecomposition": (
+                *("digits-kfac", "--batch", str(batch)),
+                *("--curvature.damping-style", "eigen"),
+            ),
+        }
+        for batch in (128, 256, 512)
+    },
+}
+
+
+def paper_jobs() -> Iterator[Job]:
+    """Every ablation with every seed."""
+    for group, rows in PAPERS.items():
+        for row, command in rows.items():
+            for seed in SEEDS:
+                slug = "-".join(command).replace("--", "").replace(".", "-")
+                yield Job(
+                    group=group,
+                    row=row,
+                    name=f"{slug}-seed{seed}",
+                    command=(*command, "--seed", str(seed)),
+                )
+
+
+def run(job: Job, folder: Path) -> None:
+    """Train, resume, or leave alone what is done."""
+    out = folder / job.name
+    if out.is_dir() and summarise(out).ending != "unfinished":
+        return
+    resume = ("--resume", str(out))
+    fresh = (*job.command, "--threads", "1", "--out", str(out))
+    command = [sys.executable, "-m", "natgrad_lab", "train"]
+    command += resume if out.is_dir() else fresh
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    # 3: the run diverged, which is a result
+    if done.returncode not in (0, 3):
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    print(f"{job.name}: {summarise(out).best} %", flush=True)
+
+
+def method_table(jobs: Sequence[Job], folder: Path) -> Iterator[str]:
+    """Steps and seconds to a common accuracy, and the last accuracy, by group."""
+    for group in dict.fromkeys(job.group for job in jobs):
+        mine = [job for job in jobs if job.group == group]
+        found = {job.row: summarise(folder / job.name) for job in mine}
+        target = next(iter(next(iter(found.values())).reached))
+        yield f"\n### {group}\n\n| method | steps to {target:g}% | s to {target:g}% "
+        yield "| last % | steps | ms a step | refreshed |\n"
+        yield "|---|---|---|---|---|---|---|\n"
+        for row, one in found.items():
+            yield f"| {row} | {_reached(one)} | {_number(one.last, 1)} | {one.steps} "
+            share = "" if one.reduction is None else f"{100 * one.reduction:.0f}%"
+            yield f"| {one.milliseconds:.0f} | {share} |\n"
+
+
+def paper_table(jobs: Sequence[Job], folder: Path) -> Iterator[str]:
+    """Means over seeds, with the range of the accuracies."""
+    for group in dict.fromkeys(job.group for job in jobs):
+        yield f"\n### {group}\n\n| | best %, mean (least to most) | steps to 97% "
+        yield "| ms a step | refreshed |\n|---|---|---|---|---|\n"
+        for row in dict.fromkeys(job.row for job in jobs if job.group == group):
+            mine = [j for j in jobs if (j.group, j.row) == (group, row)]
+            runs = [summarise(folder / job.name) for job in mine]
+            best = [one.best or 0.0 for one in runs]
+            steps = [r.step for one in runs for r in one.reached.values() if r]
+            missed = len(runs) - len(steps)
+            took = f"{statistics.mean(steps):.0f}" if steps else "-"
+            took += f" ({missed} missed)" if missed else ""
+            shares = [one.reduction for one in runs if one.reduction is not None]
+            share = f"{100 * statistics.mean(shares):.0f}%" if shares else ""
+            mean = statistics.mean(one.milliseconds for one in runs)
+            yield f"| {row} | {statistics.mean(best):.2f} ({min(best):.2f} to "
+            yield f"{max(best):.2f}) | {took} | {mean:.0f} | {share} |\n"
+
+
+def _reached(one: Summary) -> str:
+    reached = next(iter(one.reached.values()))
+    return f"{reached.step} | {reached.seconds:.0f}" if reached else "- | -"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def heading(what: str, notes: Sequence[str]) -> str:
+    """What was run, and on what."""
+    lines = [f"# benchmarks.comparison {what}", "", *notes]
+    lines += [f"torch {torch.__version__}, {os.cpu_count()} cores of {_cpu()}.", ""]
+    return "\n".join(lines)
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    return names[0] if names else platform.processor()
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("methods", "papers"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/comparison"))
+    parser.add_argument("--parallel", type=int, default=2)
+    parser.add_argument("--epochs-128", type=float, default=2.0)
+    parser.add_argument("--epochs-2048", type=float, default=2.0)
+    chosen = parser.parse_args()
+    chosen.runs.mkdir(parents=True, exist_ok=True)
+    epochs = {128: chosen.epochs_128, 2048: chosen.epochs_2048}
+    methods = chosen.what == "methods"
+    jobs = [*(method_jobs(epochs) if methods else paper_jobs())]
+    with ThreadPoolExecutor(chosen.parallel) as pool:
+        list(pool.map(lambda job: run(job, chosen.runs), jobs))
+    notes = ["One thread a run, two runs at a time; seconds are of training only."]
+    if methods:
+        notes.append(f"Epochs by batch size: {epochs}. One seed, settings not tuned.")
+        notes += [str(load(name).note or name) for name in ("cifar10",)]
+    else:
+        notes.append(f"Seeds {SEEDS}; 360 test images.")
+    table = method_table if methods else paper_table
+    text = heading(chosen.what, notes) + "".join(table(jobs, chosen.runs))
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"comparison_{chosen.what}.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
