@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
@@ -24,7 +25,7 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
         sums = torch.stack([input.sum((0, 2, 3)), input.square().sum((0, 2, 3))])
         count = input.numel() // input.shape[1]
         if dist.is_initialized():
-            sums = dist.nn.functional.all_reduce(sums)
+            sums = all_reduce(sums)
             count *= dist.get_world_size()
         mean, square = sums / count
         self.moments = (mean.detach(), (square - mean**2).detach())

@@ -52,8 +52,14 @@ class Norm(LayerKind):
         )
 
     @abstractmethod
-    def normalised(self, module: nn.Module, x: Tensor, *kept: Tensor) -> Tensor:
-        """xhat, shaped like ``x``, from what `observe` kept."""
+    def normalised(
+        self, module: nn.Module, x: Tensor, *kept: Tensor
+    ) -> tuple[Tensor, Tensor | float]:
+        """xhat in a new tensor like ``x``, but for a scale a channel, and that scale.
+
+        ``x`` and ``kept`` are what `observe` kept. A scale that is the same for a whole
+        channel is cheaper to apply to the sums.
+        """
 
     @abstractmethod
     def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -73,12 +79,12 @@ class Norm(LayerKind):
     ) -> dict[str, Tensor]:
         if self.options.norm not in want:
             return {}
-        xhat = self.normalised(module, widen(kept[0]), *kept[1:])
+        xhat, scale = self.normalised(module, widen(kept[0]), *kept[1:])
         xhat = self.channels_last(module, xhat)
         g = self.channels_last(module, widen(g))
         if self.options.loss == "tokens":
             xhat, g = xhat.reshape(-1, 1, xhat.shape[-1]), g.reshape(-1, 1, g.shape[-1])
-        parts = [torch.linalg.vecdot(g, xhat, dim=1)]
+        parts = [xhat.mul_(g).sum(1).mul_(scale)]
         if optional_parameter(module, "bias") is not None:
             parts.append(g.sum(1))
         per_example = torch.stack(parts, dim=2)
@@ -104,11 +110,12 @@ class BatchNorm(Norm):
 
     name = "batch_norm"
 
-    def normalised(self, module: nn.Module, x: Tensor, *kept: Tensor) -> Tensor:
+    def normalised(
+        self, module: nn.Module, x: Tensor, *kept: Tensor
+    ) -> tuple[Tensor, Tensor | float]:
         mean, variance = self.batch_statistics(module, x)
-        shape = (1, -1) + (1,) * (x.dim() - 2)
         scale = torch.rsqrt(variance + _setting(module, "eps"))
-        return (x - mean.reshape(shape)) * scale.reshape(shape)
+        return x - mean.reshape((1, -1) + (1,) * (x.dim() - 2)), scale
 
     def batch_statistics(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and (biased) variance that the forward used, a channel each."""
@@ -120,7 +127,8 @@ class BatchNorm(Norm):
         return mean, variance
 
     def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
-        return x.flatten(2).transpose(1, 2) if x.dim() > 2 else x.unsqueeze(1)
+        # a view in either memory format
+        return x.movedim(1, -1).flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
 
 
 class SyncBatchNorm(BatchNorm):
@@ -136,11 +144,13 @@ class SyncBatchNorm(BatchNorm):
         saved = getattr(y.grad_fn, "saved_tensors", ())
         return Observed(kept=(x, saved[2], saved[3]) if len(saved) > 3 else (x,))
 
-    def normalised(self, module: nn.Module, x: Tensor, *kept: Tensor) -> Tensor:
+    def normalised(
+        self, module: nn.Module, x: Tensor, *kept: Tensor
+    ) -> tuple[Tensor, Tensor | float]:
         if not kept:
             return super().normalised(module, x)
-        mean, scale = (k.reshape((1, -1) + (1,) * (x.dim() - 2)) for k in kept)
-        return (x - mean) * scale
+        mean, scale = kept
+        return x - mean.reshape((1, -1) + (1,) * (x.dim() - 2)), scale
 
 
 class LayerNorm(Norm):
@@ -148,10 +158,12 @@ class LayerNorm(Norm):
 
     name = "layer_norm"
 
-    def normalised(self, module: nn.Module, x: Tensor, *kept: Tensor) -> Tensor:
+    def normalised(
+        self, module: nn.Module, x: Tensor, *kept: Tensor
+    ) -> tuple[Tensor, Tensor | float]:
         dims = tuple(range(-len(_setting(module, "normalized_shape")), 0))
         variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-        return (x - mean) * torch.rsqrt(variance + _setting(module, "eps"))
+        return (x - mean) * torch.rsqrt(variance + _setting(module, "eps")), 1.0
 
     def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
         rows = x.flatten(-len(_setting(module, "normalized_shape")))
@@ -163,11 +175,13 @@ class RMSNorm(LayerNorm):
 
     name = "rms_norm"
 
-    def normalised(self, module: nn.Module, x: Tensor, *kept: Tensor) -> Tensor:
+    def normalised(
+        self, module: nn.Module, x: Tensor, *kept: Tensor
+    ) -> tuple[Tensor, Tensor | float]:
         dims = tuple(range(-len(_setting(module, "normalized_shape")), 0))
         eps: float | None = _setting(module, "eps")
         eps = torch.finfo(x.dtype).eps if eps is None else eps
-        return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+        return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps), 1.0
 
 
 class GroupNorm(Norm):
@@ -175,14 +189,17 @@ class GroupNorm(Norm):
 
     name = "group_norm"
 
-    def normalised(self, module: nn.Module, x: Tensor, *kept: Tensor) -> Tensor:
+    def normalised(
+        self, module: nn.Module, x: Tensor, *kept: Tensor
+    ) -> tuple[Tensor, Tensor | float]:
         grouped = x.reshape(len(x), _setting(module, "num_groups"), -1)
         variance, mean = torch.var_mean(grouped, 2, correction=0, keepdim=True)
         scale = torch.rsqrt(variance + _setting(module, "eps"))
-        return ((grouped - mean) * scale).reshape(x.shape)
+        return ((grouped - mean) * scale).reshape(x.shape), 1.0
 
     def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
-        return x.flatten(2).transpose(1, 2) if x.dim() > 2 else x.unsqueeze(1)
+        # a view in either memory format
+        return x.movedim(1, -1).flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
 
 
 def _setting(module: nn.Module, name: str) -> Any:

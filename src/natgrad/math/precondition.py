@@ -35,14 +35,22 @@ def apply_eigen(
 ) -> Tensor:
     """``(G kron A + damping I)^-1`` times V, in the eigenbases.
 
-    Pauloski et al., eq. 13-15. With no damping, directions of zero curvature are
-    left out instead of divided by zero.
+    Pauloski et al., eq. 13-15. With no damping, directions whose curvature is zero up
+    to rounding are left out instead of divided by it, as in a pseudo-inverse.
     """
     (q_right, v_right), (q_left, v_left) = right, left
     rotated = _rotate(gradient, _transposed(q_left), q_right)
     curvature = v_left.unsqueeze(2) * v_right.unsqueeze(1) + damping
-    scaled = torch.where(curvature > 0, rotated / curvature, 0.0)
+    floor = 0.0 if damping else _rounding(curvature)
+    scaled = torch.where(curvature > floor, rotated / curvature, 0.0)
     return _rotate(scaled, q_left, _transposed(q_right))
+
+
+def _rounding(curvature: Tensor) -> Tensor:
+    """The largest value that may be zero but for rounding, of each of a stack."""
+    sizes = max(curvature.shape[1:])
+    eps = torch.finfo(curvature.dtype).eps
+    return sizes * eps * curvature.amax((1, 2), keepdim=True)
 
 
 def _rotate(gradient: Tensor, left: Tensor, right: Tensor) -> Tensor:
