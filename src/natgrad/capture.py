@@ -113,12 +113,14 @@ class Capture:
         self._scaler = grad_scaler
         self._loss_scale: float | None = None
         self._forward = 0
+        self._expected = 0
+        self._backward = -1
         self._batch = 0
         self._terms: int | None = None
         self._terms_used = False
         self._sentinel: nn.Parameter | None = None
         self._sentinel_hook: RemovableHandle | None = None
-        self._sentinel_version = -1
+        self._sentinel_version: int | None = None
         self._captured = Captured()
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
@@ -172,23 +174,32 @@ class Capture:
     ) -> None:
         if not (self._model.training and torch.is_grad_enabled()):
             return
-        # The statistics live as long as the gradients they belong to: cleared
-        # gradients mean that a step was skipped (an AMP overflow, say).
-        if self._gradients_cleared():
-            coming = None if self._terms_used else self._terms
-            self.take()
-            self._terms = coming
-            if self.on_abandon is not None:
-                self.on_abandon()
+        # Inside a backward this is a recomputed forward (activation checkpointing),
+        # while gradients are still arriving.
+        if _backward_id() == -1:
+            self._drop_if_cleared()
         self._forward += 1
         self._loss_scale = None
         self._batch = _batch_size((args, kwargs))
+
+    def _drop_if_cleared(self) -> None:
+        """Forget a step that was skipped (an AMP overflow, say).
+
+        The statistics live as long as the gradients they belong to.
+        """
+        if not self._gradients_cleared():
+            return
+        coming = None if self._terms_used else self._terms
+        self.take()
+        self._terms = coming
+        if self.on_abandon is not None:
+            self.on_abandon()
 
     def _watch(self, p: nn.Parameter | None) -> None:
         """Take the gradient of ``p`` as a sign that the step's gradients are kept."""
         if self._sentinel_hook is not None:
             self._sentinel_hook.remove()
-        self._sentinel, self._sentinel_hook, self._sentinel_version = p, None, -1
+        self._sentinel, self._sentinel_hook, self._sentinel_version = p, None, None
         if p is not None:
             self._sentinel_hook = p.register_post_accumulate_grad_hook(self._note)
 
@@ -196,7 +207,9 @@ class Capture:
         self._sentinel_version = -1 if p.grad is None else p.grad._version
 
     def _gradients_cleared(self) -> bool:
-        if self._sentinel is None:
+        # Before it has arrived, a gradient cannot have been cleared: a backward within
+        # a backward (activation checkpointing) may ask.
+        if self._sentinel is None or self._sentinel_version is None:
             return False
         grad = self._sentinel.grad
         if grad is None:
@@ -219,7 +232,8 @@ class Capture:
             return
         specs = block.spec.statistics
         want = tuple(s.kind for s in specs if s.name in self.due)
-        if not want or not block.parameters[0].requires_grad:
+        if not want or not block.is_trained:
+            self._expect_terms(block, output)
             return
         x: Tensor = next(iter((*args, *kwargs.values()))).detach()
         assert block.kind is not None
@@ -253,14 +267,40 @@ class Capture:
         start = draw.randrange(stride)
         return slice(start, None, stride), len(x) / len(range(start, len(x), stride))
 
+    def _expect_terms(self, block: Block, output: Tensor) -> None:
+        """Count a micro-batch in which, so far, no layer with a due statistic ran."""
+        if not self.due or self._loss == "tokens" or self._expected == self._forward:
+            return
+        self._expected = forward = self._forward
+        terms = self._loss_terms(block, output)
+
+        def count(_: Tensor) -> None:
+            if self._counts():
+                self._begin_backward()
+                known = self._captured.terms.setdefault("", {})
+                known.setdefault(forward, self._terms or terms)
+
+        output.register_hook(count)
+
+    def _counts(self) -> bool:
+        """Whether the backward that runs now is one to learn from."""
+        return self._sampling == self._sampled and not torch.is_grad_enabled()
+
+    def _begin_backward(self) -> None:
+        """Gradients may have been cleared after the forward as well."""
+        if self._backward != _backward_id():
+            self._backward = _backward_id()
+            self._drop_if_cleared()
+
     def _loss_terms(self, block: Block, output: Tensor) -> int:
         if self._loss == "tokens":
             return output.numel() // _features(block)
         return self._batch or len(output)
 
     def _after_backward(self, call: Call, g: Tensor) -> None:
-        if self._sampling != self._sampled or call.done or torch.is_grad_enabled():
+        if call.done or not self._counts():
             return
+        self._begin_backward()
         assert call.block.kind is not None
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
             moments = call.block.kind.gradient_moments(
@@ -327,3 +367,8 @@ def _features(block: Block) -> int:
     if block.is_norm:
         return block.parameters[0].numel()
     return block.spec.stack * block.spec.rows
+
+
+def _backward_id() -> int:
+    """The number of the backward that runs now; -1 outside of one."""
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]

@@ -75,6 +75,12 @@ class CommOptions:
             raise ValueError(f"Invalid precision={self.precision}. Must be in {legal}.")
         if not set(self.half) <= set(EXCHANGES):
             raise ValueError(f"Invalid half={self.half}. Must be among {EXCHANGES}.")
+        reduced = [name for name in self.half if name.startswith("reduce")]
+        if self.precision == torch.float16 and reduced:
+            raise ValueError(
+                f"Invalid half={self.half} with float16, whose range sums exceed. "
+                "Must be shares only, or precision=torch.bfloat16."
+            )
         if self.hierarchical not in ("auto", True, False):
             raise ValueError(
                 f"Invalid hierarchical={self.hierarchical!r}. "

@@ -1,7 +1,8 @@
 """The parts of a step that `KFAC` and `SPNGD` share, in the order a step runs them."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from natgrad import state as saved_state
 from natgrad.capture import Capture, Captured
-from natgrad.comm import CommOptions, Communicator, world_of
+from natgrad.comm import CommError, CommOptions, Communicator, world_of
 from natgrad.config import Curvature
 from natgrad.gathering import gather, release
-from natgrad.layers import Block, find_blocks
 from natgrad.math import foreach
 from natgrad.outbox import GradientOutbox, StatisticsOutbox
 from natgrad.plan import Plan, Strategy, make_plan
+from natgrad.registration import register, shape_of, statistics_like, warn_silent
 from natgrad.sampling import sampled_loss
 from natgrad.statistics import Statistics
 from natgrad.verdict import Verdict, reach_verdict
@@ -45,14 +46,15 @@ class Engine:
         self.skipped_steps = 0
         self.closed = False
         self.gathered = False
+        self._reduced: list[Tensor] = []
         self.before_replan: list[Callable[[], None]] = []
         self._comm_options, self._group = comm, group
         self._measure = placement == "measured" and world_of(group) > 1
         ddp = isinstance(model, DistributedDataParallel)
         self.model: nn.Module = model.module if ddp else model
-        self.blocks = _find_blocks(self.model, config)
+        self.blocks = register(self.model, config)
         self.block = {b.name: b for b in self.blocks}
-        self.like = _like(self.blocks)
+        self.like = statistics_like(self.blocks)
         self._make_plan = partial(
             make_plan,
             [b.spec for b in self.blocks],
@@ -124,33 +126,34 @@ class Engine:
 
     def reduce_gradients(self) -> dict[str, Tensor]:
         """Mean gradients ``(s, m, n)`` of the blocks that this rank works on."""
+        self._reduced = []
         if self._gradients is None:
             local = {b.name: b.gradient() for b in self.blocks}
             return {name: g for name, g in local.items() if g is not None}
+        self.require_known_parameters()
+        means = self._gradients.finish()
+        self._reduced = list(means.values())
         return {
-            name: flat.div_(self.comm.world).reshape(_shape(self.block[name]))
-            for name, flat in self._gradients.finish().items()
+            name: flat.div_(self.comm.world).reshape(shape_of(self.block[name]))
+            for name, flat in means.items()
         }
 
     def agree(self, captured: Captured) -> Verdict:
         """What all ranks know alike. See Note [One decision on all ranks]."""
-        k, states = captured.forwards, self.statistics.states
-        traces = {
-            name: x * self.statistics.accumulation_factor(states[name], k)
-            for name, x in self._sums.traces.items()
-        }
+        traces = self._sums.traces
         return reach_verdict(
             self.comm,
             norm=self._gradient_norm(),
-            blocks={b.name: b.parameters[0].grad is not None for b in self.blocks},
+            blocks={b.name: b.has_gradient for b in self.blocks},
             traces=traces,
             counts=[captured.count(name) for name in traces],
             seen=[name in captured.calls for name in traces],
+            forwards=captured.forwards,
         )
 
-    def refresh(self, sums: dict[str, Tensor], k: int, verdict: Verdict) -> None:
+    def refresh(self, sums: dict[str, Tensor], verdict: Verdict) -> None:
         """Averages and inverses of what is due, on owners and workers."""
-        self.statistics.refresh(sums, k, verdict)
+        self.statistics.refresh(sums, verdict)
 
     def precondition(
         self, gradients: dict[str, Tensor], present: frozenset[str]
@@ -180,7 +183,7 @@ class Engine:
             if name in values:
                 flight.put(name, values[name].flatten())
         return {
-            name: flat.reshape(_shape(self.block[name]))
+            name: flat.reshape(shape_of(self.block[name]))
             for name, flat in flight.finish().items()
         }
 
@@ -196,7 +199,7 @@ class Engine:
     def end(self) -> None:
         """Count the step and tell the hooks what the next one estimates."""
         if self.step == 0:
-            self._warn_silent()
+            warn_silent(self.blocks, self.capture.fired, self.config)
         self.statistics.step += 1
         self.comm.end_step()
         if self.gathered:
@@ -233,7 +236,10 @@ class Engine:
         loss = sampled_loss(outputs, likelihood, targets, self.config.loss)
         if not self.capture.due:
             return
-        weights = [b.parameters[0] for b in self.blocks if b.kind is not None]
+        layers = [b for b in self.blocks if b.kind is not None]
+        weights = [p for p in (b.parameters[0] for b in layers) if p.requires_grad]
+        if not weights:
+            return
         with self.capture.sampling():
             torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
 
@@ -276,22 +282,28 @@ class Engine:
         """
         states, style = self.statistics.states.values(), self.config.damping_style
         whole = self.gathered or self.comm.world == 1
-        part = None if whole else [self.comm.rank, self.comm.world]
+        part = None if whole else self._part()
         saved = saved_state.save(states, self.step, style)
         return saved | {"part": part, "calls": dict(self._sums.expected)}
 
+    def _part(self) -> list[Any]:
+        """Whose part of the state this rank has: another plan gives it other blocks."""
+        return [self.comm.rank, self.comm.world, self.plan.digest()[:12]]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`: a whole one, or this rank's part."""
-        part, here = state.get("part"), [self.comm.rank, self.comm.world]
+        part, here = state.get("part"), self._part()
         if part is not None and list(part) != here:
             raise ValueError(
-                f"The saved natgrad state is the part of rank {part[0]} of {part[1]}. "
-                f"Must be that of rank {here[0]} of {here[1]}, or a whole one: call "
-                "gather() on every rank before state_dict()."
+                f"The saved natgrad state is the part of rank {part[0]} of {part[1]} "
+                f"under plan {part[2]}. Must be that of rank {here[0]} of {here[1]} "
+                f"under plan {here[2]}, or a whole one: call gather() on every rank "
+                "before state_dict()."
             )
         states, style = self.statistics.states, self.config.damping_style
+        calls = dict(state["calls"])
         self.statistics.step = saved_state.load(states, state, self.like, style)
-        self._sums.expected = dict(state["calls"])
+        self._sums.expected = calls
         self._release()
         self.capture.take()
         self.begin()
@@ -304,6 +316,30 @@ class Engine:
             handle.remove()
         self.closed = True
 
+    @contextmanager
+    def attempt(self) -> Generator[None]:
+        """A step. What it raises leaves the next step able to begin."""
+        self.require_open()
+        try:
+            yield
+        except CommError:
+            raise
+        except Exception:
+            self.begin()
+            raise
+
+    def require_known_parameters(self) -> None:
+        """Raise if a parameter has a gradient that this step would not use."""
+        weights = {id(b.parameters[0]): b for b in self.blocks}
+        used = {id(p) for b in self.blocks if b.is_trained for p in b.parameters}
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and p.grad is not None and id(p) not in used:
+                what = "weight" if id(p) in weights else "parameter or its layer"
+                raise RuntimeError(
+                    f"The {what} of {name} was frozen or unfrozen after it was "
+                    "registered. Must be done before KFAC or SPNGD is made."
+                )
+
     def require_open(self) -> None:
         """Raise if `close` was called."""
         if self.closed:
@@ -315,62 +351,14 @@ class Engine:
             self._gradients.abandon()
 
     def _gradient_norm(self) -> Tensor:
-        """Finite just when every gradient on this rank is."""
+        """Finite just when every gradient on this rank is, and every mean."""
         params = [p for b in self.blocks for p in b.parameters]
         grads = [
             p.grad.coalesce().values() if p.grad.is_sparse else p.grad
             for p in params
             if p.grad is not None
         ]
+        grads += self._reduced
         if not grads:
             return self.like.new_zeros(())
         return torch.stack([x.to(self.like.dtype) for x in foreach.norms(grads)]).sum()
-
-    def _warn_silent(self) -> None:
-        """Warn of layers whose hooks have not fired by the end of the first step."""
-        silent = [
-            b.name
-            for b in self.blocks
-            if b.kind is not None
-            and not any(s.name in self.capture.fired for s in b.spec.statistics)
-        ]
-        if not silent:
-            return
-        remedy = "Was the model called in training mode"
-        if self.config.fisher == "sampled":
-            remedy += ", and sampled_backward(outputs) before loss.backward()"
-        warnings.warn(
-            f"natgrad saw no forward and backward of {', '.join(silent)}: the plain "
-            f"gradient is used until it does. {remedy}?",
-            stacklevel=4,
-        )
-
-
-def _find_blocks(model: nn.Module, config: Curvature) -> list[Block]:
-    blocks = find_blocks(
-        model,
-        norm=config.norm,
-        sharing=config.sharing,
-        loss=config.loss,
-        skip=config.skip,
-    )
-    if not any(True for _ in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no parameters to train.")
-    if not any(b.kind is not None for b in blocks):
-        kinds = sorted({type(m).__name__ for m in model.modules()})
-        raise ValueError(
-            f"{type(model).__name__} has no trainable layer of a known kind among "
-            f"{', '.join(kinds)}. natgrad.register_layer(type, kind) adds one."
-        )
-    return blocks
-
-
-def _like(blocks: list[Block]) -> Tensor:
-    """An empty tensor of the dtype and device that statistics are kept in."""
-    first = blocks[0].parameters[0]
-    wide = any(p.dtype == torch.float64 for b in blocks for p in b.parameters)
-    return first.new_empty(0, dtype=torch.float64 if wide else torch.float32).detach()
-
-
-def _shape(block: Block) -> tuple[int, int, int]:
-    return block.spec.stack, block.spec.rows, block.spec.cols

@@ -152,19 +152,19 @@ class KFAC(Inspectable):
         the optimizer skips the step, and the statistics stay as they were.
         """
         engine = self.engine
-        engine.require_open()
-        captured, sums = engine.reduce_statistics()
-        gradients = engine.reduce_gradients()
-        verdict = engine.agree(captured)
-        if not verdict.finite:
-            engine.skip_step()
-            return
-        engine.refresh(sums, captured.forwards, verdict)
-        updates = engine.precondition(gradients, verdict.present)
-        scale = self._kl_scale(gradients, updates)
-        shared = engine.share(updates, verdict.present)
-        engine.write_gradients(updates | shared, scale)
-        engine.end()
+        with engine.attempt():
+            captured, sums = engine.reduce_statistics()
+            gradients = engine.reduce_gradients()
+            verdict = engine.agree(captured)
+            if not verdict.finite:
+                engine.skip_step()
+                return
+            engine.refresh(sums, verdict)
+            updates = engine.precondition(gradients, verdict.present)
+            scale = self._kl_scale(gradients, updates)
+            shared = engine.share(updates, verdict.present)
+            engine.write_gradients(updates | shared, scale)
+            engine.end()
 
     def _kl_scale(
         self, gradients: dict[str, Tensor], updates: dict[str, Tensor]

@@ -58,7 +58,9 @@ class StatisticsOutbox:
         for name in self._names:
             if name in captured.sums:
                 kept[name] = self._send(name, captured.sums.pop(name))
-            self.traces.setdefault(name, self._like.new_zeros(()))
+        # in one order on all ranks, whatever ran here and when it was sent
+        zero = self._like.new_zeros(())
+        self.traces = {name: self.traces.get(name, zero) for name in self._names}
         self.expected |= captured.calls
         return kept if self._flight is None else self._flight.finish()
 
@@ -79,8 +81,8 @@ class StatisticsOutbox:
 class GradientOutbox:
     """Sends gradients to the ranks that work on them, block by block.
 
-    A block sent before its gradient was complete is followed by the difference, for
-    which the part already sent is remembered.
+    A block whose gradient has changed since it was sent is followed by the difference,
+    for which the part already sent is remembered.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class GradientOutbox:
         self._comm, self._like, self._blocks = comm, like, blocks
         self._sent: dict[str, Tensor] = {}
         self._arrived: dict[str, int] = {}
+        self._versions: dict[str, list[int]] = {}
         self._flight: Flight | None = None
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         if overlap:
@@ -99,7 +102,7 @@ class GradientOutbox:
 
     def open(self) -> None:
         """Begin a step."""
-        self._sent, self._arrived = {}, {}
+        self._sent, self._arrived, self._versions = {}, {}, {}
         names = [b.name for b in reversed(self._blocks)]
         self._flight = self._comm.begin(
             "reduce_gradients", names, self._like.dtype, self._like.device
@@ -111,11 +114,8 @@ class GradientOutbox:
         for block in self._blocks:
             if block.name not in self._sent:
                 self._send(block)
-            elif self._arrived[block.name] > len(block.parameters):
-                gradient = block.gradient()
-                assert gradient is not None
-                rest = gradient.flatten() - self._sent[block.name]
-                self._flight.put(block.name, rest)
+            elif self._versions[block.name] != _versions(block):
+                self._send_rest(block)
         return self._flight.finish()
 
     def abandon(self) -> None:
@@ -123,6 +123,13 @@ class GradientOutbox:
         assert self._flight is not None
         self._flight.finish()
         self.open()
+
+    def _send_rest(self, block: Block) -> None:
+        """What was added since, by a second backward or by ``clip_grad_norm_``."""
+        assert self._flight is not None
+        sent, gradient = self._sent[block.name], block.gradient()
+        rest = -sent if gradient is None else gradient.flatten() - sent
+        self._flight.put(block.name, rest)
 
     def _hook(self, block: Block) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
@@ -139,4 +146,11 @@ class GradientOutbox:
             gradient = block.gradient()
             if gradient is not None:
                 self._sent[block.name] = gradient.flatten().clone()
+                self._versions[block.name] = _versions(block)
                 self._flight.put(block.name, self._sent[block.name])
+
+
+def _versions(block: Block) -> list[int]:
+    """Changes with every write to the block's gradients."""
+    grads = [p.grad for p in block.parameters]
+    return [-1 if g is None else g._version for g in grads]

@@ -131,21 +131,21 @@ class SPNGD(Inspectable, Optimizer):
             with torch.enable_grad():
                 value = closure()
         engine = self.engine
-        engine.require_open()
-        captured, sums = engine.reduce_statistics()
-        gradients = engine.reduce_gradients()
-        verdict = engine.agree(captured)
-        if not verdict.finite:
-            engine.skip_step()
-            return value
-        engine.refresh(sums, captured.forwards, verdict)
-        decayed = self._decayed(gradients)
-        updates = engine.precondition(decayed, verdict.present)
-        mine = [engine.block[name] for name in updates]
-        self._update(mine, updates)
-        self._share_weights(mine, verdict.present)
-        self._forget_foreign_velocity()
-        engine.end()
+        with engine.attempt():
+            engine.require_known_parameters()
+            captured, sums = engine.reduce_statistics()
+            gradients = engine.reduce_gradients()
+            verdict = engine.agree(captured)
+            if not verdict.finite:
+                engine.skip_step()
+                return value
+            engine.refresh(sums, verdict)
+            updates = engine.precondition(self._decayed(gradients), verdict.present)
+            mine = [engine.block[name] for name in updates]
+            self._update(mine, updates)
+            self._share_weights(mine, verdict.present)
+            self._forget_foreign_velocity()
+            engine.end()
         return value
 
     def _decayed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -153,9 +153,10 @@ class SPNGD(Inspectable, Optimizer):
         group_of = self._group_of()
         for name, g in gradients.items():
             block = self.engine.block[name]
-            decay = group_of[id(block.parameters[0])]["weight_decay"]
-            if decay:
-                gradients[name] = g + decay * block.fold(list(block.parameters))
+            decays = [group_of[id(p)]["weight_decay"] for p in block.parameters]
+            if any(decays):
+                pairs = zip(decays, block.parameters, strict=True)
+                gradients[name] = g + block.fold([d * p for d, p in pairs])
         return gradients
 
     def _update(self, blocks: list[Block], updates: dict[str, Tensor]) -> None:
@@ -256,6 +257,14 @@ class SPNGD(Inspectable, Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Continue from a `state_dict` of the same model and options."""
         Optimizer.load_state_dict(self, state_dict)
+        # torch has cast the momentum to the parameters' dtype
+        numbers = [i for g in state_dict["param_groups"] for i in g["params"]]
+        params = [p for g in self.param_groups for p in g["params"]]
+        for i, p in zip(numbers, params, strict=True):
+            saved = state_dict["state"].get(i, {}).get("velocity")
+            if saved is not None:
+                velocity = saved.to(p.device, widen(p).dtype, copy=True)
+                self.state[p]["velocity"] = velocity
 
     def __repr__(self) -> str:
         return Optimizer.__repr__(self)

@@ -26,6 +26,7 @@ from natgrad.math.packing import pack, unpack
 from natgrad.math.precondition import apply_eigen, apply_inverses
 from natgrad.math.staleness import is_similar
 from natgrad.plan import Plan
+from natgrad.refresh import Timing
 from natgrad.state import StatisticState
 from natgrad.verdict import Verdict
 
@@ -62,14 +63,14 @@ class Statistics:
         """The statistics to estimate in this step, in the blocks' order."""
         return [s for s in self.states.values() if s.timing.statistics_at <= self.step]
 
-    def refresh(self, sums: dict[str, Tensor], k: int, verdict: Verdict) -> None:
+    def refresh(self, sums: dict[str, Tensor], verdict: Verdict) -> None:
         """Averages and inverses of what is due (SP-NGD, Algorithm 1).
 
-        ``sums`` are the owned statistics' packed sums over ranks and k micro-batches.
+        ``sums`` are the owned statistics' packed sums over ranks and micro-batches.
         """
-        self.config.damping_at(self.step)  # raises before anything has changed
+        self._require_schedules()
         due = self.due()
-        estimated = self._estimate(due, sums, k, verdict)
+        estimated = self._estimate(due, sums, verdict)
         # A due statistic without a usable estimate is tried again in the next step,
         # and its inverse waits with it.
         waiting = {s.spec.name for s in due} - {s.spec.name for s in estimated}
@@ -82,6 +83,12 @@ class Statistics:
         self._share_findings(inverted, findings)
         self._share_inverses([s for s in inverted if s.failures == 0])
         self._advance(estimated, inverted)
+
+    def _require_schedules(self) -> None:
+        """Raise on a schedule's illegal value before anything has changed."""
+        self.config.damping_at(self.step)
+        self.config.refresh.after_statistic(self.step, Timing())
+        self.config.refresh.after_inverse(self.step, Timing())
 
     def precondition(self, block: Block, gradient: Tensor) -> Tensor:
         """``(F + damping I)^-1`` times a gradient ``(s, m, n)``.
@@ -113,14 +120,16 @@ class Statistics:
         pi = pi_split(right.mean_eigenvalue, left.mean_eigenvalue)
         return split_damping(damping, pi)[s is left]
 
-    def accumulation_factor(self, s: StatisticState, k: int) -> float:
-        """Undoes the division of each of k micro-batches' losses by k.
+    def _scale(self, s: StatisticState, verdict: Verdict) -> float:
+        """From a sum to a mean. See Note [Scaling] in `capture`.
 
-        The losses of sampled labels are never divided.
+        The losses of k micro-batches that were divided by k scale G by 1 / k^2. Those
+        of sampled labels are never divided.
         """
-        config = self.config
-        mean = config.accumulation == "mean" and config.fisher == "empirical"
-        return float(k * k) if mean and s.spec.kind not in POSITION_KINDS else 1.0
+        config, k = self.config, verdict.forwards
+        divided = config.accumulation == "mean" and config.fisher == "empirical"
+        undone = k * k if divided and s.spec.kind not in POSITION_KINDS else 1
+        return undone / verdict.counts[s.spec.name]
 
     def dense(self, s: StatisticState) -> Tensor:
         """The running average as ``(s, n, n)``, or ``(s, n)`` when diagonal."""
@@ -136,11 +145,7 @@ class Statistics:
         return two_sided and self.config.damping_style == "eigen"
 
     def _estimate(
-        self,
-        due: list[StatisticState],
-        sums: dict[str, Tensor],
-        k: int,
-        verdict: Verdict,
+        self, due: list[StatisticState], sums: dict[str, Tensor], verdict: Verdict
     ) -> list[StatisticState]:
         """Fold the estimates into the averages (Pauloski et al., eq. 16-17)."""
         usable: list[StatisticState] = []
@@ -151,13 +156,12 @@ class Statistics:
             usable.append(s)
             # The first estimate starts the average.
             old = self.config.decay if s.estimated else 0.0
-            count = verdict.counts[s.spec.name] * s.spec.stack * s.spec.size
-            mean = verdict.traces[s.spec.name] / count
+            scale = self._scale(s, verdict) / (s.spec.stack * s.spec.size)
+            mean = verdict.traces[s.spec.name] * scale
             s.mean_eigenvalue = old * s.mean_eigenvalue + (1 - old) * mean
         mine = [s for s in usable if self._owns(s)]
         for s in mine:
-            scale = self.accumulation_factor(s, k) / verdict.counts[s.spec.name]
-            sums[s.spec.name].mul_(scale)
+            sums[s.spec.name].mul_(self._scale(s, verdict))
         self._average(mine, sums)
         for s in usable:
             s.estimated = True
@@ -243,10 +247,10 @@ class Statistics:
         for s in states:
             if self._owns(s) and s.inverse is not None:
                 flight.put(s.spec.name, self._pack_inverse(s, s.inverse))
+        # in half precision an owner gets its own back, rounded as others see it
         for name, flat in flight.finish().items():
             s = self.states[name]
-            if not self._owns(s):
-                s.inverse = self._unpack_inverse(s, flat)
+            s.inverse = self._unpack_inverse(s, flat)
 
     def _pack_inverse(self, s: StatisticState, inverse: Inverse) -> Tensor:
         if self.is_eigen(s):

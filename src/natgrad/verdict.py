@@ -28,6 +28,7 @@ class Verdict:
         present: names of the blocks that have a gradient on some rank.
         traces, counts: of each due statistic's sum, by name.
         seen: names of the due statistics that some rank has a sum of.
+        forwards: micro-batches a rank, of the ranks that captured any.
     """
 
     finite: bool
@@ -35,6 +36,7 @@ class Verdict:
     traces: dict[str, float]
     counts: dict[str, float]
     seen: frozenset[str]
+    forwards: int
 
     def usable(self, name: str) -> bool:
         """Whether a due statistic was seen at all, and is finite."""
@@ -50,22 +52,26 @@ def reach_verdict(
     traces: dict[str, Tensor],
     counts: Sequence[float],
     seen: Sequence[bool],
+    forwards: int,
 ) -> Verdict:
     """Sum what each rank knows; ``norm`` is finite just when all its gradients are.
 
     ``blocks`` says which have a gradient here; ``counts`` and ``seen`` go with
-    ``traces``.
+    ``traces``; ``forwards`` are the micro-batches that were captured here.
     """
-    host = norm.new_tensor([*blocks.values(), *counts, *seen], dtype=torch.float64)
+    known = [*blocks.values(), *counts, *seen, forwards, forwards > 0]
+    host = norm.new_tensor(known, dtype=torch.float64)
     device = torch.stack([norm, *traces.values()]).double()
     total: list[float] = comm.agree(torch.cat((device, host))).tolist()
     first, second = 1 + len(traces), 1 + len(traces) + len(blocks)
     third = second + len(traces)
+    *_, forwards_sum, ranks = total
     present = zip(blocks, total[first:second], strict=True)
     return Verdict(
         finite=math.isfinite(total[0]),
         present=frozenset(name for name, n in present if n > 0),
         traces=dict(zip(traces, total[1:first], strict=True)),
         counts=dict(zip(traces, total[second:third], strict=True)),
-        seen=frozenset(n for n, s in zip(traces, total[third:], strict=True) if s > 0),
+        seen=frozenset(n for n, s in zip(traces, total[third:-2], strict=True) if s),
+        forwards=round(forwards_sum / max(ranks, 1.0)),
     )

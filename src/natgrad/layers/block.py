@@ -42,10 +42,19 @@ class Block:
         """Whether the norm damping ratio applies."""
         return is_norm(self.kind)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether the weight still takes gradients."""
+        return self.parameters[0].requires_grad
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the block takes part in this step."""
+        return self.is_trained and self.parameters[0].grad is not None
+
     def gradient(self) -> Tensor | None:
         """The gradient as ``(s, m, n)`` in float32 or better; None if there is none."""
-        grads = [p.grad for p in self.parameters]
-        if grads[0] is None:
+        if not self.has_gradient:
             return None
         return self.fold([_or_zeros(p) for p in self.parameters])
 

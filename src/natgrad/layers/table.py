@@ -16,8 +16,8 @@ from natgrad.layers.norm import (
     SyncBatchNorm,
 )
 
-# A name stands for a type of a package that is not imported here.
-TABLE: dict[type[nn.Module] | str, type[LayerKind]] = {
+# A name stands for a type of a package that is not imported here. None: left out.
+TABLE: dict[type[nn.Module] | str, type[LayerKind] | None] = {
     nn.Linear: Linear,
     nn.Conv1d: Conv,
     nn.Conv2d: Conv,
@@ -49,7 +49,7 @@ def register_layer(
     `KFAC` and `SPNGD` constructed afterwards.
     """
     if isinstance(kind, str):
-        kinds = {row.name: row for row in TABLE.values()}
+        kinds = {row.name: row for row in TABLE.values() if row is not None}
         if kind not in kinds:
             raise ValueError(
                 f"Invalid kind={kind!r}. Must be one of {', '.join(kinds)}, "
@@ -57,7 +57,7 @@ def register_layer(
             )
         kind = kinds[kind]
     if kind is None:
-        TABLE.pop(module, None)
+        TABLE[module] = None
     elif isinstance(kind, type) and issubclass(kind, LayerKind):
         TABLE[module] = kind
     else:
@@ -67,9 +67,10 @@ def register_layer(
 def kind_of(module: nn.Module, options: LayerOptions) -> LayerKind | None:
     """The kind of a module, by its nearest type in the table."""
     for base in type(module).__mro__:
-        row = TABLE.get(base) or TABLE.get(f"{base.__module__}.{base.__qualname__}")
-        if row is not None:
-            return row(options)
+        for key in (base, f"{base.__module__}.{base.__qualname__}"):
+            if key in TABLE:
+                row = TABLE[key]
+                return None if row is None else row(options)
     return None
 
 

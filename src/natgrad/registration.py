@@ -1,0 +1,60 @@
+"""A model's parameters as blocks, and what is said about those that fall silent."""
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.config import Curvature
+from natgrad.layers import Block, find_blocks
+
+
+def register(model: nn.Module, config: Curvature) -> list[Block]:
+    """A model's blocks; raises if there is nothing to precondition."""
+    blocks = find_blocks(
+        model,
+        norm=config.norm,
+        sharing=config.sharing,
+        loss=config.loss,
+        skip=config.skip,
+    )
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters to train.")
+    if not any(b.kind is not None for b in blocks):
+        kinds = sorted({type(m).__name__ for m in model.modules()})
+        raise ValueError(
+            f"{type(model).__name__} has no trainable layer of a known kind among "
+            f"{', '.join(kinds)}. natgrad.register_layer(type, kind) adds one."
+        )
+    return blocks
+
+
+def statistics_like(blocks: list[Block]) -> Tensor:
+    """An empty tensor of the dtype and device that statistics are kept in."""
+    first = blocks[0].parameters[0]
+    wide = any(p.dtype == torch.float64 for b in blocks for p in b.parameters)
+    return first.new_empty(0, dtype=torch.float64 if wide else torch.float32).detach()
+
+
+def shape_of(block: Block) -> tuple[int, int, int]:
+    """``(s, m, n)`` of a block's gradient."""
+    return block.spec.stack, block.spec.rows, block.spec.cols
+
+
+def warn_silent(blocks: list[Block], fired: set[str], config: Curvature) -> None:
+    """Warn of layers whose hooks have not fired by the end of the first step."""
+    silent = [
+        b.name
+        for b in blocks
+        if b.kind is not None and not any(s.name in fired for s in b.spec.statistics)
+    ]
+    if not silent:
+        return
+    remedy = "Was the model called in training mode"
+    if config.fisher == "sampled":
+        remedy += ", and sampled_backward(outputs) before loss.backward()"
+    warnings.warn(
+        f"natgrad saw no forward and backward of {', '.join(silent)}: the plain "
+        f"gradient is used until it does. {remedy}?",
+        stacklevel=5,
+    )
