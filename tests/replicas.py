@@ -90,9 +90,9 @@ def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
 
 
-def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def build(case: Case) -> tuple[Any, torch.optim.Optimizer, Any]:
     """The model to call, the optimizer to step, and the KFAC or SPNGD."""
-    model = network(case.dtype)
+    model: Any = network(case.dtype)
     if case.method == "spngd":
         spngd = natgrad.SPNGD(model, lr=case.lr, momentum=0.9, **case.options)
         return model, spngd, spngd

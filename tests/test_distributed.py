@@ -320,10 +320,6 @@ def _poisoned(rank: int, where: str) -> dict[str, Any]:
         model(x).square().mean().backward()
         if bad and where == "gradient":
             next(model.parameters()).grad.fill_(float("inf"))
-        if bad and where == "statistic":
-            sums = natural.engine.capture.current.sums
-            for x in sums.values():
-                x.fill_(float("nan"))
         optimizer.step()
     finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from natgrad_lab.cli import main
 
 
