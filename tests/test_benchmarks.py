@@ -165,8 +165,6 @@ def test_overlap_needs_work_of_the_backward_during_a_collective(
 
 def test_the_committed_trace_shows_communication_under_backward():
     path = Path(trace.__file__).parent / "results" / "overlap_trace.json.gz"
-    if not path.exists():
-        pytest.skip("no result is committed")
     assert trace.find_overlap(trace.read(path))
 
 

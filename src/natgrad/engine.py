@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from natgrad import state as saved_state
 from natgrad.capture import Capture, Captured
 from natgrad.comm import CommError, CommOptions, Communicator, world_of
-from natgrad.config import Curvature
+from natgrad.config import Curvature, require_choice
 from natgrad.gathering import gather, release
 from natgrad.math import foreach
 from natgrad.outbox import GradientOutbox, StatisticsOutbox
-from natgrad.plan import Plan, Strategy, make_plan
+from natgrad.plan import PLACEMENTS, Plan, Strategy, make_plan
 from natgrad.registration import register, shape_of, statistics_like, warn_silent
 from natgrad.sampling import sampled_loss
 from natgrad.statistics import Statistics
@@ -49,6 +49,7 @@ class Engine:
         self._reduced: list[Tensor] = []
         self.before_replan: list[Callable[[], None]] = []
         self._comm_options, self._group = comm, group
+        require_choice("placement", placement, (*PLACEMENTS, "measured"))
         self._measure = placement == "measured" and world_of(group) > 1
         ddp = isinstance(model, DistributedDataParallel)
         self.model: nn.Module = model.module if ddp else model
@@ -330,14 +331,12 @@ class Engine:
 
     def require_known_parameters(self) -> None:
         """Raise if a parameter has a gradient that this step would not use."""
-        weights = {id(b.parameters[0]): b for b in self.blocks}
         used = {id(p) for b in self.blocks if b.is_trained for p in b.parameters}
         for name, p in self.model.named_parameters():
             if p.requires_grad and p.grad is not None and id(p) not in used:
-                what = "weight" if id(p) in weights else "parameter or its layer"
                 raise RuntimeError(
-                    f"The {what} of {name} was frozen or unfrozen after it was "
-                    "registered. Must be done before KFAC or SPNGD is made."
+                    f"{name} was frozen or unfrozen after it was registered. Must be "
+                    "done before KFAC or SPNGD is made."
                 )
 
     def require_open(self) -> None:

@@ -19,7 +19,7 @@ CLASSES = (
 )
 ADVICE = (
     "Run `natgrad data get cifar10`, or unpack cifar-10-binary.tar.gz there and "
-    "name the folder with --data or NATGRAD_DATA."
+    "name the folder with --data.root or NATGRAD_DATA."
 )
 # SHA-256 of the official files, and of a JPEG re-encoding that is passed around
 OFFICIAL = {
