@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check bench format clean
+.PHONY: help venv demo test check docs bench soak format clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,7 +18,8 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,dev]'
+	@echo 'Installing natgrad and its extras into $(VENV): once, a few minutes.'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,dev,docs,integrations]'
 	@touch $@
 
 demo: $(STAMP) ## train on digits with SGD, KFAC and SPNGD, one process and two
@@ -32,14 +33,20 @@ check: $(STAMP) ## lint, formatting and types
 test: check ## check, then every test
 	$(BIN)/python -m pytest
 
+docs: $(STAMP) ## build the documentation into docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
 bench: $(STAMP) ## time a step against SGD and peers, one process and two (12 minutes)
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.distributed
+
+soak: $(STAMP) ## inject faults for an hour, in pieces that are not run twice; results in benchmarks/results
+	PYTHONPATH=. $(BIN)/python -m tests.faults.soak
 
 format: $(STAMP) ## apply the formatter and the safe lint fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean: ## remove .venv, caches and build products (runs/ stays)
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

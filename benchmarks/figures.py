@@ -77,8 +77,58 @@ def lines_figure(
     _save(figure, path)
 
 
+def accuracy_figure(panels: Mapping[str, Mapping[str, Line]], path: Path) -> None:
+    """Accuracy against steps, a panel for each setting; ours in colour and thick."""
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(5.0 * columns, 3.6 * lines), squeeze=False
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+        for name, (x, y) in curves.items():
+            own = name == "polar"
+            width, colour = (2.2, BLUES[0]) if own else (1.0, None)
+            axis.plot(x, y, linewidth=width, color=colour, label=name)
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel("steps", fontsize=8)
+        axis.set_ylabel("test accuracy, %", fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.legend(fontsize=6)
+    _save(figure, path)
+
+
 def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def predict_figure(
+    rows: Sequence[Mapping[str, Any]], path: Path, within: float
+) -> None:
+    """Predicted over measured milliseconds, with the bounds; a colour a world."""
+    figure, axis = plt.subplots(figsize=(5.4, 5.0))
+    worlds = sorted({r["world"] for r in rows})
+    marks = dict(zip(sorted({r["strategy"] for r in rows}), "osD^v", strict=False))
+    for r in rows:
+        color = BLUES[worlds.index(r["world"]) % len(BLUES)]
+        pair = (1e3 * r["measured"], 1e3 * r["predicted"])
+        axis.plot(*pair, marks[r["strategy"]], color=color, ms=5, alpha=0.8)
+    ends = [1e3 * f(r["measured"] for r in rows) for f in (min, max)]
+    ends = [0.8 * ends[0], 1.25 * ends[1]]
+    axis.plot(ends, ends, "-", color=GREY, lw=1)
+    low, high = ([factor * x for x in ends] for factor in (1 - within, 1 + within))
+    axis.fill_between(ends, low, high, color=GREY, alpha=0.2, lw=0)
+    axis.set(xscale="log", yscale="log")
+    axis.set_xlabel("measured, milliseconds a step")
+    axis.set_ylabel("predicted")
+    for index, world in enumerate(worlds):
+        color = BLUES[index % len(BLUES)]
+        axis.plot([], [], "s", color=color, label=f"{world} processes")
+    for name, mark in marks.items():
+        axis.plot([], [], mark, color="black", label=name)
+    axis.legend(fontsize="small")
+    _save(figure, path)

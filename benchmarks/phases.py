@@ -44,7 +44,8 @@ METHODS: dict[str, tuple[tuple[type, str], ...]] = {
     "preconditioning": (
         (Engine, "reduce_gradients"),
         (Engine, "precondition"),
-        (KFAC, "_kl_scale"),
+        (KFAC, "_write_gradients"),
+        (SPNGD, "_trusted"),
     ),
     "communication": (
         (Engine, "agree"),
@@ -57,7 +58,6 @@ METHODS: dict[str, tuple[tuple[type, str], ...]] = {
         (Flight, "finish"),
     ),
     "update": (
-        (Engine, "write_gradients"),
         (KFAC, "step"),
         (SPNGD, "step"),
         (SGD, "step"),

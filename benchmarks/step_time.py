@@ -72,7 +72,7 @@ def measure(
     samples = interleave(
         contenders,
         seconds=case.seconds[threads] * options.scale,
-        least=1 if options.quick else 2 if case.slow else 3,
+        least=1 if options.quick else 2 if case.slow else 4,
         most=1 if options.quick else 60,
         say=lambda text: say(f"  {text}"),
     )

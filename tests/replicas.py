@@ -75,7 +75,11 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to train: ``method`` is "kfac", "ddp" (KFAC under DDP) or "spngd"."""
+    """One way to train.
+
+    ``method`` is "kfac", "spngd" or "polar"; "ddp" (KFAC), "spngd ddp" or "polar ddp"
+    with the model wrapped in DistributedDataParallel.
+    """
 
     method: str
     options: dict[str, Any] = field(default_factory=lambda: {})
@@ -93,11 +97,12 @@ def rank_and_world() -> tuple[int, int]:
 def build(case: Case) -> tuple[Any, torch.optim.Optimizer, Any]:
     """The model to call, the optimizer to step, and the KFAC or SPNGD."""
     model: Any = network(case.dtype)
-    if case.method == "spngd":
-        spngd = natgrad.SPNGD(model, lr=case.lr, momentum=0.9, **case.options)
-        return model, spngd, spngd
-    if case.method == "ddp" and rank_and_world()[1] > 1:
+    if case.method.endswith("ddp") and rank_and_world()[1] > 1:
         model = DistributedDataParallel(model)
+    if case.method.startswith(("spngd", "polar")):
+        kind = natgrad.SPNGD if case.method.startswith("spngd") else natgrad.Polar
+        whole = kind(model, lr=case.lr, momentum=0.9, **case.options)
+        return model, whole, whole
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=0.9)
     return model, optimizer, natgrad.KFAC(model, optimizer, **case.options)
 

@@ -117,15 +117,23 @@ def options(cls: type) -> dict[str, inspect.Parameter]:
 
 def test_kfac_and_spngd_share_their_options() -> None:
     kfac, spngd = options(natgrad.KFAC), options(natgrad.SPNGD)
-    assert kfac.keys() - spngd.keys() == {"optimizer", "kl_clip"}
+    assert kfac.keys() - spngd.keys() == {"optimizer"}
     own = {"momentum", "weight_decay", "rescale_weights", "param_groups"}
+    own |= {"nesterov", "average"}
     assert spngd.keys() - kfac.keys() == own
     for name in (kfac.keys() & spngd.keys()) - {"model", "lr"}:
         assert kfac[name].annotation == spngd[name].annotation
         assert kfac[name].kind == spngd[name].kind == inspect.Parameter.KEYWORD_ONLY
 
 
-@pytest.mark.parametrize("cls", [natgrad.KFAC, natgrad.SPNGD])
+def test_polar_has_few_options_and_all_of_them_are_those_of_spngd() -> None:
+    polar, spngd = options(natgrad.Polar), options(natgrad.SPNGD)
+    assert len(polar) < len(spngd) - 10
+    for name, option in polar.items():
+        assert option.annotation == spngd[name].annotation
+
+
+@pytest.mark.parametrize("cls", [natgrad.KFAC, natgrad.SPNGD, natgrad.Polar])
 def test_every_option_is_documented(cls: type) -> None:
     text = inspect.getdoc(cls) or ""
     _, _, arguments = text.partition("Args:")

@@ -59,6 +59,81 @@ def test_every_strategy_equals_one_process(world: int) -> None:
             assert error < 1e-10, f"{name}, rank {rank} of {world}: {error}"
 
 
+RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "polar": ("polar", {"damping": 0.5}),
+    "polar in ddp": ("polar ddp", {"damping": 0.5}),
+    # G has full rank; in A's null space any basis is as good, and rounding decides
+    "adaptive": (
+        "spngd",
+        {
+            **{"scale": "adaptive", "rest": "adaptive", "trust": "layer"},
+            **{"decay": 0.5, "statistics": "outputs"},
+        },
+    ),
+    "adaptive K-FAC": (
+        "kfac",
+        {"scale": "adaptive", "statistics": "outputs", "trust": "none"},
+    ),
+    # layer 6 has more inputs than there are examples: a null space again
+    "corrected": (
+        "kfac",
+        {"scale": "corrected", "damping": 0.3, "decay": 0.5, "skip": ("6",)},
+    ),
+    "corrected in ddp": (
+        "ddp",
+        {"scale": "corrected", "damping": 0.3, "norm": "unit", "skip": ("6",)},
+    ),
+    "orthogonal, both": (
+        "spngd ddp",
+        {
+            **{"scale": "orthogonal", "damping_style": "relative", "damping": 1.0},
+            **{"nesterov": True, "trust": "layer"},
+        },
+    ),
+}
+
+
+def _rule_cases() -> dict[str, Case]:
+    return {
+        f"{rule} {strategy}": Case(
+            method=method,
+            steps=5,
+            options={
+                **{"strategy": strategy, "refresh": Every(statistics=2, inverses=2)},
+                **options,
+            },
+        )
+        for strategy in STRATEGIES
+        for rule, (method, options) in RULES.items()
+    }
+
+
+def test_every_rule_under_every_strategy_equals_one_process() -> None:
+    cases = _rule_cases()
+    alone = _train_all(0, cases)
+    for rank, result in enumerate(run_world(2, _train_all, cases, timeout=120)):
+        for name, expected in alone.items():
+            error = (result[name] - expected).abs().max()
+            assert error < 1e-8, f"{name}, rank {rank}: {error}"
+
+
+def _resume_rules(rank: int, cases: dict[str, Case]) -> dict[str, bool]:
+    """Whether a run that was saved whole and resumed is the same, to the last bit."""
+    same: dict[str, bool] = {}
+    for name, case in cases.items():
+        whole = train(case)[0]
+        first = train(case, slice(0, 3), save=True)[1]
+        again = train(case, slice(3, None), start=first.saved)[0]
+        same[name] = torch.equal(whole, again)
+    return same
+
+
+def test_rules_resume_exactly_on_two_ranks() -> None:
+    cases = {n: c for n, c in _rule_cases().items() if "layer_wise" in n}
+    for result in run_world(2, _resume_rules, cases):
+        assert all(result.values()), result
+
+
 def test_float32_equals_one_process() -> None:
     cases = {
         method: Case(

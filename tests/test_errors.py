@@ -10,7 +10,6 @@ import pytest
 import torch
 from tests.toys import backward, batch, mlp, parameters, same, sgd, snapshot, train
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.layers.linear import Linear
@@ -42,7 +41,7 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
     ("decay", 1.0, r"in \[0, 1\)"),
     ("decay", math.nan, r"in \[0, 1\)"),
     ("norm_damping_ratio", 0, "> 0"),
-    ("damping_style", "normal", "'eigen', 'factored'"),
+    ("damping_style", "normal", "'eigen', 'factored', 'relative'"),
     ("fisher", "exact", "'empirical', 'sampled'"),
     ("loss", "median", "'mean', 'sum', 'tokens'"),
     ("accumulation", "max", "'mean', 'sum'"),
@@ -153,12 +152,6 @@ def test_skip_takes_whole_modules() -> None:
     with kfac(model, skip=["0"], norm="unit") as found:
         assert list(found.refreshes()["statistics"]) == ["1/A", "1/G", "2/A", "2/G"]
         assert found.report().count("named in skip") == 6
-
-
-def test_spngd_wants_the_module_inside_ddp() -> None:
-    wrapper = DistributedDataParallel.__new__(DistributedDataParallel)
-    with pytest.raises(TypeError, match=r"ddp\.module"):
-        spngd(wrapper)
 
 
 def test_spngd_groups_must_hold_every_block() -> None:
@@ -353,7 +346,7 @@ def test_a_loss_that_is_not_finite(
         optimizer.step()
     assert same(before[0], parameters(model))
     assert same(before[1], snapshot(optimizer))
-    assert k.refreshes() == rhythm
+    assert k.refreshes() == rhythm | {"last": {"estimated": (), "inverted": ()}}
     assert k.health()["skipped_steps"] == 1
     assert all(torch.isfinite(x) for x in train(model, optimizer, range(4, 8)))
     assert k.health() == {"skipped_steps": 1, "quarantined": {}, "failures": {}}

@@ -39,7 +39,29 @@ def make_spngd(model: nn.Module, options: dict[str, Any]) -> Optimizer:
     return natgrad.SPNGD(model, lr=0.02, weight_decay=1e-3, **options)
 
 
-MAKERS: dict[str, Make] = {"sgd": make_sgd, "adam": make_adam, "spngd": make_spngd}
+def make_adaptive(model: nn.Module, options: dict[str, Any]) -> Optimizer:
+    rule = {"scale": "adaptive", "rest": "adaptive", "trust": "layer"}
+    return natgrad.SPNGD(model, lr=0.02, average="gradient", **rule, **options)
+
+
+def make_corrected(model: nn.Module, options: dict[str, Any]) -> Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    natgrad.KFAC(model, optimizer, scale="corrected", refresh=options["refresh"])
+    return optimizer
+
+
+def make_polar(model: nn.Module, options: dict[str, Any]) -> Optimizer:
+    return natgrad.Polar(model, lr=0.02, refresh=options["refresh"])
+
+
+MAKERS: dict[str, Make] = {
+    "sgd": make_sgd,
+    "adam": make_adam,
+    "spngd": make_spngd,
+    "adaptive": make_adaptive,
+    "polar": make_polar,
+    "corrected": make_corrected,
+}
 
 
 def through_a_file(state: Any) -> Any:
@@ -154,7 +176,7 @@ def bad_states() -> dict[str, tuple[Callable[[dict[str, Any]], None], str]]:
         state["statistics"]["3/G"]["average"] = torch.zeros(2)
 
     return {
-        "version": (version, "version=99.*Must be 1"),
+        "version": (version, "version=99.*Must be 2"),
         "missing": (missing, "'3/G' is missing in the saved state"),
         "extra": (extra, "'head/A' is missing in this model"),
         "size": (size, "'3/G'.*size 17.*Must be 3"),

@@ -1,14 +1,16 @@
 """natgrad: natural-gradient training for PyTorch, from one process to many.
 
 `KFAC` preconditions the gradients of any torch optimizer; `SPNGD` is an optimizer of
-its own.
+its own; `Polar` is one too, with an orthogonalised update.
 """
 
-from natgrad import plan, schedules
+from natgrad import plan, schedules, sinks
+from natgrad.budget import Budget
 from natgrad.comm import CommOptions
 from natgrad.kfac import KFAC
 from natgrad.layers import LayerKind, register_layer
 from natgrad.plan import hybrid
+from natgrad.polar import Polar
 from natgrad.refresh import Adaptive, Every, Refresh, Scheduled
 from natgrad.spngd import SPNGD
 
@@ -18,13 +20,16 @@ __all__ = [
     "KFAC",
     "SPNGD",
     "Adaptive",
+    "Budget",
     "CommOptions",
     "Every",
     "LayerKind",
+    "Polar",
     "Refresh",
     "Scheduled",
     "hybrid",
     "plan",
     "register_layer",
     "schedules",
+    "sinks",
 ]

@@ -30,7 +30,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.config import require_count
+from natgrad.hooks import Hooks, batch_size
 from natgrad.layers import Block, Observed
+from natgrad.meter import Meter
 
 POSITION_KINDS = ("A",)
 """Statistics averaged over positions; all others are averaged over examples."""
@@ -51,6 +53,7 @@ class Call:
     rows: slice
     scale: float
     observed: Observed
+    inputs: Tensor | None = None
     done: bool = False
 
 
@@ -84,8 +87,9 @@ class Capture:
     """The hooks on a model's blocks and the sums they have made since `take`.
 
     Attributes:
-        due: names of the statistics to estimate; set by the owner before a forward.
         step: the number of the step, from which subsampling draws.
+        on_forward: called before a forward that is to be captured.
+        bases: says in which eigenbases a block's S is to be estimated, if any.
         on_growth: called with a statistic's name each time its sum has grown.
         on_abandon: called when a step's captures are dropped because it was skipped.
     """
@@ -99,10 +103,13 @@ class Capture:
         sampled: bool,
         subsample: int = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
+        meter: Meter | None = None,
     ) -> None:
-        self.due: frozenset[str] = frozenset()
+        self._due: frozenset[str] = frozenset()
         self.step = 0
+        self.on_forward: Callable[[], None] | None = None
         self.on_growth: Callable[[str], None] | None = None
+        self.bases: Callable[[Block], tuple[Tensor, Tensor] | None] = lambda _: None
         self.on_abandon: Callable[[], None] | None = None
         self.fired: set[str] = set()
         self._model = model
@@ -122,19 +129,18 @@ class Capture:
         self._sentinel_hook: RemovableHandle | None = None
         self._sentinel_version: int | None = None
         self._captured = Captured()
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
-        ]
-        for block in blocks:
-            for module in block.modules:
-                hook = partial(self._after_forward, block)
-                self._handles.append(
-                    module.register_forward_hook(hook, with_kwargs=True)
-                )
+        self.meter = meter or Meter(torch.device("cpu"))
+        self._hooks = Hooks(model, blocks, self._begin_forward, self._after_forward)
 
-    def __reduce__(self) -> tuple[Callable[[], "Capture"], tuple[()]]:
-        """Hooks are copied and pickled with a model; in the copy they do nothing."""
-        return _idle, ()
+    @property
+    def due(self) -> frozenset[str]:
+        """Names of the statistics to estimate; set by the owner before a forward."""
+        return self._due
+
+    @due.setter
+    def due(self, names: frozenset[str]) -> None:
+        self._due = names
+        self._hooks.watch(bool(names))
 
     @property
     def current(self) -> Captured:
@@ -164,23 +170,21 @@ class Capture:
 
     def close(self) -> None:
         """Remove every hook."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self.take()
 
-    def _begin_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (self._model.training and torch.is_grad_enabled()):
             return
+        if self.on_forward is not None:
+            self.on_forward()
         # Inside a backward this is a recomputed forward (activation checkpointing),
         # while gradients are still arriving.
         if _backward_id() == -1:
             self._drop_if_cleared()
         self._forward += 1
         self._loss_scale = None
-        self._batch = _batch_size((args, kwargs))
+        self._batch = batch_size((args, kwargs))
 
     def _drop_if_cleared(self) -> None:
         """Forget a step that was skipped (an AMP overflow, say).
@@ -243,7 +247,7 @@ class Capture:
                 "registered. Must be done before KFAC or SPNGD is made."
             )
         rows, scale = self._rows(block, x, output)
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with self._estimating(block, want[0], x.device.type):
             observed = block.kind.observe(module, x[rows], output, want)
         call = Call(
             block=block,
@@ -254,6 +258,8 @@ class Capture:
             rows=rows,
             scale=scale,
             observed=observed,
+            # autograd keeps a layer's input for the gradient of its weight anyway
+            inputs=x[rows] if "S" in want else None,
         )
         output.register_hook(partial(self._after_backward, call))
 
@@ -302,14 +308,34 @@ class Capture:
             return
         self._begin_backward()
         assert call.block.kind is not None
-        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+        with self._estimating(call.block, call.want[-1], g.device.type):
             moments = call.block.kind.gradient_moments(
                 call.module, g.detach()[call.rows], call.observed.kept, call.want
             )
+            moments |= self._scale_moment(call, g)
             self._scale(moments, call)
             self._add(call, call.observed.moments | moments)
         # The graph may outlive the backward (a loss that is kept for logging).
-        call.observed, call.done = Observed(), True
+        call.observed, call.inputs, call.done = Observed(), None, True
+
+    def _scale_moment(self, call: Call, g: Tensor) -> dict[str, Tensor]:
+        """S, in steps that estimate it and when there are bases to have it in."""
+        bases = self.bases(call.block) if call.inputs is not None else None
+        if bases is None or call.inputs is None or call.block.kind is None:
+            return {}
+        inputs, outputs = call.inputs, g.detach()[call.rows]
+        moment = call.block.kind.scale_moment(call.module, inputs, outputs, *bases)
+        return {"S": moment}
+
+    @contextmanager
+    def _estimating(self, block: Block, kind: str, device: str) -> Generator[None]:
+        """In full precision; a forward's time is A's, a backward's G's."""
+        with (
+            self.meter("estimate", f"{block.name}/{kind}"),
+            torch.no_grad(),
+            torch.autocast(device, enabled=False),
+        ):
+            yield
 
     def _scale(self, moments: dict[str, Tensor], call: Call) -> None:
         terms = self._terms or call.terms
@@ -342,24 +368,6 @@ class Capture:
             into.calls[name] = into.calls.get(name, 0) + 1
             if self.on_growth is not None:
                 self.on_growth(name)
-
-
-def _idle() -> Capture:
-    return Capture(nn.Identity().eval(), [], loss="mean", sampled=False)
-
-
-def _batch_size(tree: Any) -> int:
-    """The first dim of the first tensor in a model's arguments; 0 if there is none."""
-    if isinstance(tree, Tensor):
-        return tree.shape[0] if tree.dim() else 0
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if isinstance(tree, list | tuple):
-        for leaf in tree:  # pyright: ignore[reportUnknownVariableType]
-            size = _batch_size(leaf)
-            if size:
-                return size
-    return 0
 
 
 def _features(block: Block) -> int:

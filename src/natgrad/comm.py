@@ -100,6 +100,23 @@ def world_of(group: Any = None) -> int:
     return dist.get_world_size(group) if ready else 1
 
 
+def rank_of(group: Any = None) -> int:
+    """This process's rank in a process group; 0 where there is none."""
+    return dist.get_rank(group) if world_of(group) > 1 else 0
+
+
+def tell(mark: str, said: Any, group: Any = None) -> list[Any]:
+    """Collective: what every rank says, on all ranks; raises unless marks are equal.
+
+    A rank that makes a `Communicator` meanwhile raises as well: the two meet.
+    """
+    links = _Links(group, CommOptions.timeout)
+    links.open([("control", tuple(range(world_of(group))))], backend="gloo")
+    heard = links.tell((mark, said, ""))
+    _require_same("plans", [mark for mark, _, _ in heard])
+    return [said for _, said, _ in heard]
+
+
 class Communicator:
     """Moves tensors between ranks as a plan says.
 
@@ -120,7 +137,7 @@ class Communicator:
         self.plan = plan
         self.options = options or CommOptions()
         self.world = world_of(group)
-        self.rank = dist.get_rank(group) if self.world > 1 else 0
+        self.rank = rank_of(group)
         self.layout = lru_cache(maxsize=64)(_layouts(plan))
         self.pool: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         self._everyone = tuple(range(self.world))
@@ -197,13 +214,14 @@ class Communicator:
         """Start to find the largest of each number over all ranks; call to wait."""
         vector = torch.tensor(numbers, dtype=torch.int64)
         ask = self._everywhere("control", vector, dist.ReduceOp.MAX)
-        return lambda: ask().tolist()
+        return lambda: [int(x) for x in ask()]
 
     def _everywhere(self, lane: str, vector: Tensor, op: Any) -> Callable[[], Tensor]:
         if self.world == 1:
             return lambda: vector
         size = vector.numel() * vector.element_size()
         self.moved.add(lane, calls=1, sent=size, received=size)
+        self._pulse.mark(f"after its last {lane}")
         with self.explained(lane):
             work = self._links.all_reduce((lane, self._everyone), vector, op)
         return lambda: self._waited(lane, work, vector)
@@ -212,6 +230,11 @@ class Communicator:
         with self.explained(lane):
             work.wait()
         return vector
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one does not go on."""
+        if self.world > 1:
+            self._pulse.fail(error)
 
     def close(self) -> None:
         """Stop showing signs of life. A communicator that is dropped does so too."""
@@ -244,8 +267,12 @@ class Communicator:
     @contextmanager
     def explained(self, doing: str) -> Generator[None]:
         """Turn a collective's error into one that says who is gone."""
-        try:
+        if self.world == 1:
             yield
+            return
+        try:
+            with self._pulse.waiting(f"in {doing}"):
+                yield
         except RuntimeError as error:
             verdict = self._pulse.verdict()
             raise CommError(f"{doing} failed. {verdict}\n{error}") from error

@@ -9,7 +9,13 @@ from typing import Any, Literal
 from natgrad.refresh import Every, Refresh
 
 Damping = float | Callable[[int], float]
-DampingStyle = Literal["eigen", "factored"]
+DampingStyle = Literal["eigen", "factored", "relative"]
+Sides = Literal["both", "inputs", "outputs"]
+Scale = Literal["kronecker", "corrected", "adaptive", "orthogonal"]
+Whitening = Literal["half", "full"]
+Trust = Literal["none", "kl", "layer"]
+Rest = Literal["plain", "adaptive"]
+Form = Literal["eigen", "inverse", "root"]
 Fisher = Literal["empirical", "sampled"]
 Loss = Literal["mean", "sum", "tokens"]
 Accumulation = Literal["mean", "sum"]
@@ -17,7 +23,12 @@ Sharing = Literal["expand", "reduce"]
 Norm = Literal["skip", "unit", "diag", "full"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "damping_style": ("eigen", "factored"),
+    "statistics": ("both", "inputs", "outputs"),
+    "scale": ("kronecker", "corrected", "adaptive", "orthogonal"),
+    "whitening": ("half", "full"),
+    "trust": ("none", "kl", "layer"),
+    "rest": ("plain", "adaptive"),
+    "damping_style": ("eigen", "factored", "relative"),
     "fisher": ("empirical", "sampled"),
     "loss": ("mean", "sum", "tokens"),
     "accumulation": ("mean", "sum"),
@@ -30,12 +41,40 @@ CHOICES: dict[str, tuple[str, ...]] = {
 class Curvature:
     """What `KFAC` and `SPNGD` have in common; each documents the options it takes.
 
+    The update rule is composed of `statistics` (what is known of a layer), `scale`
+    (what its gradient V becomes) and `trust` (how long a step is):
+
+    - ``"kronecker"``: ``(G + ..)^-1 V (A + ..)^-1``, the papers' K-FAC.
+    - ``"corrected"``: in the eigenbases of A and G, divided by the second moment of
+      the per-example gradient there (EKFAC).
+    - ``"adaptive"``: in those bases, divided by the root of the running second moment
+      of the gradient, without bias, as Adam does.
+    - ``"orthogonal"``: the polar factor (all singular values 1) of the whitened
+      gradient. ``whitening="half"``: ``W_G P W_A^T`` with P the polar factor of
+      ``W_G^T V W_A`` and ``W W^T`` the damped inverse; ``"full"``: the polar factor of
+      ``(G + ..)^-1 V (A + ..)^-1``.
+
     Attributes:
+        statistics: ``"both"``, only ``"inputs"`` (A) or only ``"outputs"`` (G). What
+            is left out is not estimated, sent or inverted. Normalisation layers have
+            statistics of their own: `norm`.
+        scale: how statistics scale a gradient, as above.
+        whitening: ``"half"`` or ``"full"``, of ``scale="orthogonal"``.
+        trust: ``"none"``; ``"kl"``: all updates are scaled down so that their KL
+            divergence is at most ``kl_clip``; ``"layer"``: each layer's update is given
+            the norm of its weight (LARS), so that a learning rate of 0.01 changes every
+            layer by 1%. Norms and parameters without a block are left out of it.
+        kl_clip: kappa of ``trust="kl"``, > 0; None turns it off.
+        rest: the rule for parameters without a block: their ``"plain"`` gradient, or
+            ``"adaptive"``: divided by the root of its second moment, as in Adam.
+        beta2: decay of the second moments of the ``"adaptive"`` rules, in [0, 1).
         damping: lambda, added to the Fisher: a number >= 0, or a function of the
             step (counted from 0).
         damping_style: ``"eigen"`` adds lambda to the eigenvalues of the Kronecker
             product (exact, "normal" damping); ``"factored"`` splits it between the
-            two factors (pi-split) and inverts by Cholesky.
+            two factors (pi-split) and inverts by Cholesky; ``"relative"`` adds lambda
+            times its mean eigenvalue to each factor. The second moments of the
+            ``"adaptive"`` rules are damped relative to their mean in any style.
         decay: weight of the old value in the running average of a statistic, in
             [0, 1). 0 keeps only the newest estimate.
         refresh: when statistics and inverses are made anew.
@@ -55,6 +94,13 @@ class Curvature:
             all. Unbiased, and the same choice on every rank.
     """
 
+    statistics: Sides = "both"
+    scale: Scale = "kronecker"
+    whitening: Whitening = "half"
+    trust: Trust = "none"
+    kl_clip: float | None = 1e-3
+    rest: Rest = "plain"
+    beta2: float = 0.95
     damping: Damping = 1e-3
     damping_style: DampingStyle = "eigen"
     decay: float = 0.95
@@ -74,16 +120,19 @@ class Curvature:
         if not callable(self.damping):
             require_number("damping", self.damping, "a finite number >= 0", low=0.0)
         require_number("decay", self.decay, "in [0, 1)", low=0.0, below=1.0)
+        require_number("beta2", self.beta2, "in [0, 1)", low=0.0, below=1.0)
+        if self.kl_clip is not None:
+            require_number("kl_clip", self.kl_clip, "a number > 0, or None", above=0.0)
         require_number(
             "norm_damping_ratio", self.norm_damping_ratio, "a number > 0", above=0.0
         )
         if not isinstance(self.refresh, Refresh):
             raise TypeError(
                 f"Invalid refresh={self.refresh!r}. Must be Every(...), "
-                "Scheduled(...), Adaptive(...) or another natgrad.Refresh."
+                "Scheduled(...), Adaptive(...), Budget(...) or another natgrad.Refresh."
             )
         require_count("subsample", self.subsample)
-        if isinstance(self.skip, str):
+        if isinstance(self.skip, str) or not isinstance(self.skip, Collection):
             raise TypeError(
                 f"Invalid skip={self.skip!r}. Must be a collection of layer names."
             )
@@ -94,6 +143,47 @@ class Curvature:
                 "Invalid sharing='reduce' with loss='tokens'. A reduced layer has no "
                 "positions left to average over: use loss='mean' or sharing='expand'."
             )
+
+        self._require_rule()
+
+    def _require_rule(self) -> None:
+        """Refuse choices that do not go together, and say why."""
+        scale, style = self.scale, self.damping_style
+        if scale == "orthogonal" and style == "eigen" and self.statistics == "both":
+            raise ValueError(
+                "Invalid damping_style='eigen' with scale='orthogonal'. Each side is "
+                "whitened on its own, so must be 'factored' or 'relative'."
+            )
+        if scale == "corrected" and style == "factored":
+            raise ValueError(
+                "Invalid damping_style='factored' with scale='corrected'. The second "
+                "moment is of the whole block, so must be 'eigen' or 'relative'."
+            )
+        if scale == "corrected" and self.statistics != "both":
+            raise ValueError(
+                f"Invalid statistics={self.statistics!r} with scale='corrected'. The "
+                "second moment is in the eigenbases of A and G, so must be 'both'."
+            )
+        if self.trust == "kl" and scale in ("adaptive", "orthogonal"):
+            raise ValueError(
+                f"Invalid trust='kl' with scale={scale!r}. The KL divergence is of a "
+                "natural gradient, which this is not: must be 'layer' or 'none'."
+            )
+        if self.whitening == "full" and scale != "orthogonal":
+            raise ValueError(
+                f"Invalid whitening='full' with scale={scale!r}. Must be 'half' unless "
+                "scale='orthogonal'."
+            )
+
+    @property
+    def form(self) -> Form:
+        """What is made of A and G: their eigenbases, or dense inverses, or roots."""
+        if self.scale in ("adaptive", "corrected"):
+            return "eigen"
+        if self.scale == "orthogonal" and self.whitening == "half":
+            return "root"
+        joint = self.statistics == "both" and self.damping_style == "eigen"
+        return "eigen" if joint else "inverse"
 
     def fingerprint(self) -> str:
         """All options as text, alike in processes that were given the same ones."""

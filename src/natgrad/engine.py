@@ -8,20 +8,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from natgrad import state as saved_state
+from natgrad.auto import AUTO, Automatic, Profile
 from natgrad.capture import Capture, Captured
+from natgrad.checking import require_state
 from natgrad.comm import CommError, CommOptions, Communicator, world_of
 from natgrad.config import Curvature, require_choice
+from natgrad.diagnostics import Probe
 from natgrad.gathering import gather, release
-from natgrad.math import foreach
+from natgrad.meter import Meter, metered
 from natgrad.outbox import GradientOutbox, StatisticsOutbox
 from natgrad.plan import PLACEMENTS, Plan, Strategy, make_plan
-from natgrad.registration import register, shape_of, statistics_like, warn_silent
-from natgrad.sampling import sampled_loss
-from natgrad.statistics import Statistics
-from natgrad.verdict import Verdict, reach_verdict
+from natgrad.preconditioner import Preconditioner
+from natgrad.registration import (
+    register,
+    require_known,
+    shape_of,
+    statistics_like,
+    warn_silent,
+)
+from natgrad.sampling import differentiate, sampled_loss
+from natgrad.statistics import Refreshed, Statistics
+from natgrad.verdict import Verdict, gradient_norm, reach_verdict
+from natgrad.wrapping import inside_ddp, unwrap
 
 
 class Engine:
@@ -41,18 +51,23 @@ class Engine:
         comm: CommOptions,
         group: Any,
         grad_scaler: torch.amp.GradScaler | None,
+        profile: Profile | None = None,
     ) -> None:
         self.config = config
         self.skipped_steps = 0
         self.closed = False
         self.gathered = False
+        self.probe: Probe | None = None
         self._reduced: list[Tensor] = []
         self.before_replan: list[Callable[[], None]] = []
         self._comm_options, self._group = comm, group
+        if not isinstance(strategy, str | Strategy):
+            raise TypeError(
+                f"Invalid strategy={strategy!r}. Must be a name, or hybrid."
+            )
         require_choice("placement", placement, (*PLACEMENTS, "measured"))
         self._measure = placement == "measured" and world_of(group) > 1
-        ddp = isinstance(model, DistributedDataParallel)
-        self.model: nn.Module = model.module if ddp else model
+        self.model, ddp = unwrap(model)
         self.blocks = register(self.model, config)
         self.block = {b.name: b for b in self.blocks}
         self.like = statistics_like(self.blocks)
@@ -63,8 +78,13 @@ class Engine:
             strategy=strategy,
             placement="longest_first" if placement == "measured" else placement,
             gradients="ddp" if ddp else "own",
-            inverse=config.damping_style,
+            inverse="eigen" if config.form == "eigen" else "factored",
         )
+        self.auto: Automatic | None = None
+        if strategy == AUTO:
+            plan, device = self._make_plan, self.like.device
+            self.auto = Automatic(plan, self.model, config, device, profile, group)
+            self._make_plan = self.auto.make_plan
         self.own_gradients = not ddp and world_of(group) > 1
         if self.own_gradients and grad_scaler is not None:
             raise ValueError(
@@ -73,10 +93,13 @@ class Engine:
             )
         self.plan = self._make_plan()
         self.comm = self._connect(self.plan)
+        self.meter = Meter(self.like.device)
         self.statistics = Statistics(
-            self.blocks, config, self.plan, self.comm, self.like
+            self.blocks, config, self.plan, self.comm, self.like, self.meter
         )
         self.statistics.seconds = {} if self._measure else None
+        self.preconditioner = Preconditioner(self.statistics)
+        self.moments = self.preconditioner.moments
         self.capture = Capture(
             self.model,
             self.blocks,
@@ -84,7 +107,9 @@ class Engine:
             sampled=config.fisher == "sampled",
             subsample=config.subsample,
             grad_scaler=grad_scaler,
+            meter=self.meter,
         )
+        self.capture.bases = self.preconditioner.bases_for_capture
         self._open_outboxes()
         self.capture.on_growth = lambda name: self._sums.grown(
             name, self.capture.current
@@ -120,18 +145,22 @@ class Engine:
         if self._gradients is not None:
             self._gradients.open()
 
+    @metered("reduce")
     def reduce_statistics(self) -> tuple[Captured, dict[str, Tensor]]:
         """Packed sums over all ranks of the due statistics that this rank owns."""
+        if self.auto is not None:
+            self.auto.stop(due=bool(self.capture.due))
         captured = self.capture.take()
         return captured, self._sums.finish(captured)
 
+    @metered("gradients")
     def reduce_gradients(self) -> dict[str, Tensor]:
         """Mean gradients ``(s, m, n)`` of the blocks that this rank works on."""
         self._reduced = []
         if self._gradients is None:
             local = {b.name: b.gradient() for b in self.blocks}
             return {name: g for name, g in local.items() if g is not None}
-        self.require_known_parameters()
+        require_known(self.model, self.blocks)
         means = self._gradients.finish()
         self._reduced = list(means.values())
         return {
@@ -141,30 +170,47 @@ class Engine:
 
     def agree(self, captured: Captured) -> Verdict:
         """What all ranks know alike. See Note [One decision on all ranks]."""
-        traces = self._sums.traces
+        traces, account = self._sums.traces, self.statistics.account
         return reach_verdict(
             self.comm,
-            norm=self._gradient_norm(),
+            norm=gradient_norm(self.blocks, self._reduced, self.like),
             blocks={b.name: b.has_gradient for b in self.blocks},
             traces=traces,
             counts=[captured.count(name) for name in traces],
             seen=[name in captured.calls for name in traces],
             forwards=captured.forwards,
+            facts=None if account is None else account.facts(self.like),
         )
 
+    @metered("refresh")
     def refresh(self, sums: dict[str, Tensor], verdict: Verdict) -> None:
         """Averages and inverses of what is due, on owners and workers."""
+        old = self.preconditioner.bases()
         self.statistics.refresh(sums, verdict)
+        self.preconditioner.follow(old)
 
-    def precondition(
+    def worked_on(
         self, gradients: dict[str, Tensor], present: frozenset[str]
     ) -> dict[str, Tensor]:
-        """Natural gradients of the blocks that this rank works on."""
+        """The gradients of the blocks that this rank preconditions in this step."""
         return {
-            name: self.statistics.precondition(self.block[name], g)
+            name: g
             for name, g in gradients.items()
             if name in present and self.comm.rank in self.plan.workers[name]
         }
+
+    def precondition(
+        self, directions: dict[str, Tensor], gradients: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Natural gradients, or what the chosen rule makes of the directions.
+
+        ``directions`` are the gradients or averages of them; see `Preconditioner`.
+        """
+        blocks = [self.block[name] for name in directions]
+        updates = self.preconditioner(blocks, directions, gradients)
+        if self.probe is not None:
+            self.probe.note(directions, updates)
+        return updates
 
     def share(
         self, values: dict[str, Tensor], present: frozenset[str]
@@ -188,19 +234,12 @@ class Engine:
             for name, flat in flight.finish().items()
         }
 
-    def write_gradients(self, updates: dict[str, Tensor], scale: Tensor | None) -> None:
-        """Put updates into ``.grad``; plain blocks keep theirs and are not clipped."""
-        for name, update in updates.items():
-            block = self.block[name]
-            if block.kind is not None:
-                block.write_gradient(update, scale)
-            elif self.own_gradients:
-                block.write_gradient(update)
-
     def end(self) -> None:
         """Count the step and tell the hooks what the next one estimates."""
         if self.step == 0:
             warn_silent(self.blocks, self.capture.fired, self.config)
+        if self.probe is not None:
+            self.probe.finish()
         self.statistics.step += 1
         self.comm.end_step()
         if self.gathered:
@@ -212,6 +251,7 @@ class Engine:
     def skip_step(self) -> None:
         """Leave everything as it was: a gradient is not finite on some rank."""
         self.skipped_steps += 1
+        self.statistics.last = Refreshed()
         if self.comm.rank == 0:
             warnings.warn(
                 f"Step {self.step} is skipped: a gradient is not finite "
@@ -235,24 +275,21 @@ class Engine:
                 f"fisher={self.config.fisher!r}."
             )
         loss = sampled_loss(outputs, likelihood, targets, self.config.loss)
-        if not self.capture.due:
-            return
-        layers = [b for b in self.blocks if b.kind is not None]
-        weights = [p for p in (b.parameters[0] for b in layers) if p.requires_grad]
-        if not weights:
-            return
-        with self.capture.sampling():
-            torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
+        if self.capture.due:
+            with self.meter("sampled"), self.capture.sampling():
+                differentiate(loss, self.blocks)
 
     def gather(self) -> None:
         """Collective: put all statistics on every rank, until the next step."""
         states = self.statistics.states
         eigen = frozenset(n for n, s in states.items() if self.statistics.is_eigen(s))
         gather([*states.values()], self.plan, self.comm, self.like, eigen=eigen)
+        self.moments.gather(self.blocks, self.plan, self.comm, self.like)
         self.gathered = True
 
     def _release(self) -> None:
         release([*self.statistics.states.values()], self.plan, self.comm.rank)
+        self.moments.release(self.plan, self.comm.rank)
         self.gathered = False
 
     def _replan(self) -> None:
@@ -267,14 +304,28 @@ class Engine:
         self.gather()
         for prepare in self.before_replan:
             prepare()
-        self.plan = self._make_plan(costs=dict(zip(states, total, strict=True)))
+        self._follow(self._make_plan(costs=dict(zip(states, total, strict=True))))
+        self._release()
+
+    def _follow(self, plan: Plan) -> None:
+        """Collective, between steps: go on under another plan."""
+        self.plan = plan
         self.comm.close()
-        self.comm = self._connect(self.plan)
-        self.statistics.plan, self.statistics.comm = self.plan, self.comm
+        self.comm = self._connect(plan)
+        self.statistics.plan, self.statistics.comm = plan, self.comm
         for handle in self._gradients.handles if self._gradients else ():
             handle.remove()
         self._open_outboxes()
-        self._release()
+
+    def look_for_ddp(self) -> None:
+        """Leave gradients to DDP if the model was wrapped after this was made."""
+        self.capture.on_forward = None
+        if not inside_ddp(self.model):
+            return
+        self.own_gradients = False
+        self._make_plan = partial(self._make_plan, gradients="ddp")
+        self._follow(self._make_plan())
+        self.begin()
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics, inverses and timing, as tensors and numbers.
@@ -285,7 +336,11 @@ class Engine:
         whole = self.gathered or self.comm.world == 1
         part = None if whole else self._part()
         saved = saved_state.save(states, self.step, style)
-        return saved | {"part": part, "calls": dict(self._sums.expected)}
+        saved |= {"form": self.config.form, "moments": self.moments.save()}
+        account = self.statistics.account
+        budget = None if account is None else account.state_dict()
+        calls = dict(self._sums.expected)
+        return saved | {"part": part, "calls": calls, "budget": budget}
 
     def _part(self) -> list[Any]:
         """Whose part of the state this rank has: another plan gives it other blocks."""
@@ -293,18 +348,14 @@ class Engine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`: a whole one, or this rank's part."""
-        part, here = state.get("part"), self._part()
-        if part is not None and list(part) != here:
-            raise ValueError(
-                f"The saved natgrad state is the part of rank {part[0]} of {part[1]} "
-                f"under plan {part[2]}. Must be that of rank {here[0]} of {here[1]} "
-                f"under plan {here[2]}, or a whole one: call gather() on every rank "
-                "before state_dict()."
-            )
+        require_state(state, self, self._part())
         states, style = self.statistics.states, self.config.damping_style
-        calls = dict(state["calls"])
+        moments = self.moments.loaded(state["moments"], self.blocks)
         self.statistics.step = saved_state.load(states, state, self.like, style)
-        self._sums.expected = calls
+        self.moments.states = moments
+        self._sums.expected = dict(state["calls"])
+        if self.statistics.account is not None and state.get("budget"):
+            self.statistics.account.load_state_dict(state["budget"])
         self._release()
         self.capture.take()
         self.begin()
@@ -313,6 +364,8 @@ class Engine:
         """Remove every hook and stop communicating."""
         self.capture.close()
         self.comm.close()
+        if self.auto is not None:
+            self.auto.close()
         for handle in self._gradients.handles if self._gradients else ():
             handle.remove()
         self.closed = True
@@ -322,22 +375,14 @@ class Engine:
         """A step. What it raises leaves the next step able to begin."""
         self.require_open()
         try:
-            yield
+            with self.meter("step"):
+                yield
         except CommError:
             raise
-        except Exception:
+        except Exception as error:
+            self.comm.fail(error)
             self.begin()
             raise
-
-    def require_known_parameters(self) -> None:
-        """Raise if a parameter has a gradient that this step would not use."""
-        used = {id(p) for b in self.blocks if b.is_trained for p in b.parameters}
-        for name, p in self.model.named_parameters():
-            if p.requires_grad and p.grad is not None and id(p) not in used:
-                raise RuntimeError(
-                    f"{name} was frozen or unfrozen after it was registered. Must be "
-                    "done before KFAC or SPNGD is made."
-                )
 
     def require_open(self) -> None:
         """Raise if `close` was called."""
@@ -348,16 +393,3 @@ class Engine:
         self._sums.abandon()
         if self._gradients is not None:
             self._gradients.abandon()
-
-    def _gradient_norm(self) -> Tensor:
-        """Finite just when every gradient on this rank is, and every mean."""
-        params = [p for b in self.blocks for p in b.parameters]
-        grads = [
-            p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-            for p in params
-            if p.grad is not None
-        ]
-        grads += self._reduced
-        if not grads:
-            return self.like.new_zeros(())
-        return torch.stack([x.to(self.like.dtype) for x in foreach.norms(grads)]).sum()

@@ -35,17 +35,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from natgrad.plan.buckets import Bucket
+from natgrad.plan.buckets import Bucket, bucket_limit
 
 if TYPE_CHECKING:
     from natgrad.comm import Communicator
 
 Stage = Callable[[], list[Any]]
-
-# A small model's items would all fit in one bucket, which leaves when the backward is
-# over: an exchange has at least this many buckets unless they would be tiny.
-BUCKETS = 8
-LEAST_BUCKET = 2**16
 
 
 class Flight:
@@ -63,10 +58,9 @@ class Flight:
         self._names = dict.fromkeys(names)
         self._dtype, self._device = dtype, device
         self._wire = comm.options.wire_dtype(exchange, dtype)
-        limit = max(1, comm.options.bucket_bytes // self._wire.itemsize)
+        most = comm.options.bucket_bytes // self._wire.itemsize
         # See Note [Order of buckets]: the first must be full long before the last.
-        whole = self._plan.elements(tuple(self._names))
-        limit = min(limit, max(whole // BUCKETS, LEAST_BUCKET))
+        limit = bucket_limit(self._plan, self._names, most)
         first, self._second = comm.layout(exchange, tuple(self._names), limit)
         self._loads = [self._load(b) for b in first if comm.rank in b.ranks]
         self._where = {name: load for load in self._loads for name in load.mine}
@@ -237,7 +231,7 @@ class _Load:
             if name not in self.filled:
                 self._buffer[self.bucket.slots[name]] = blank
         self.left = True
-        self._wire = self._buffer.to(self._wire_dtype)
+        self._wire = _narrowed(self._buffer, self._wire_dtype)
         self._stages = self._comm.stages(self._exchange, self.bucket, self._wire)
         sent, received = self.bucket.volume(self._comm.rank)
         size = self._wire.element_size()
@@ -304,3 +298,11 @@ class _Load:
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             yield
+
+
+def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the dtype that is sent: float16 ends at its limits, not in infinities."""
+    if dtype == torch.float16 and x.dtype != dtype:
+        limit = torch.finfo(dtype).max
+        x = x.clamp(-limit, limit)
+    return x.to(dtype)

@@ -8,6 +8,7 @@ from torch import Tensor
 from natgrad.comm import Communicator
 from natgrad.math.inverse import Inverse
 from natgrad.plan import Plan
+from natgrad.plan.spec import StatisticSpec
 from natgrad.state import StatisticState
 
 Share = Callable[[Tensor | None, int], Tensor]
@@ -45,13 +46,22 @@ def gather(
         ]
 
 
+def parts_kept(plan: Plan, statistic: str, rank: int) -> tuple[str, ...]:
+    """What of a statistic's saved tensors a rank goes on with: owners all of them."""
+    if plan.owners[statistic] == rank:
+        return ("average", "inverse", "history")
+    block = statistic.rpartition("/")[0]
+    return ("inverse",) if rank in plan.keepers(block) else ()
+
+
 def release(states: list[StatisticState], plan: Plan, rank: int) -> None:
     """Forget what a gather brought of statistics that this rank has no part in."""
     for s in states:
-        if plan.owners[s.spec.name] != rank:
+        kept = parts_kept(plan, s.spec.name, rank)
+        if "average" not in kept:
             s.average, s.history = None, []
-            if rank not in plan.workers[s.spec.block]:
-                s.inverse = None
+        if "inverse" not in kept:
+            s.inverse = None
 
 
 def _held(
@@ -68,12 +78,16 @@ def _held(
     return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
 
 
+def inverse_shapes(spec: StatisticSpec, eigen: bool) -> list[tuple[int, ...]]:
+    """Of the tensors of an inverse: ``(X^-1,)``, or ``(Q, v)`` if it is ``eigen``."""
+    diagonal = spec.diagonal
+    values = (spec.stack, spec.size)
+    dense = values if diagonal else (*values, spec.size)
+    return [(0,) if diagonal else dense, values] if eigen else [dense]
+
+
 def _share_inverse(s: StatisticState, share: Share, eigen: bool) -> Inverse:
-    stack, size, diagonal = s.spec.stack, s.spec.size, s.spec.diagonal
-    dense = (stack, size) if diagonal else (stack, size, size)
-    shapes = [dense]
-    if eigen:
-        shapes = [(0,) if diagonal else dense, (stack, size)]
+    shapes = inverse_shapes(s.spec, eigen)
     old = s.inverse or (None,) * len(shapes)
     return tuple(
         share(x, torch.Size(shape).numel()).reshape(shape)

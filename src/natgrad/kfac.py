@@ -8,13 +8,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad import config
+from natgrad.auto import Profile
 from natgrad.comm import CommOptions
 from natgrad.config import Curvature, require_number
 from natgrad.engine import Engine
-from natgrad.math.precondition import kl_scale
+from natgrad.hooks import as_written
 from natgrad.optimizer_state import travel_with
+from natgrad.parameter_state import only_initialises
 from natgrad.plan import Strategy
 from natgrad.refresh import Every, Refresh
+from natgrad.trust import kl_trust, layer_trust
 from natgrad.users import Inspectable
 
 DEFAULT_REFRESH = Every(statistics=10, inverses=100)
@@ -36,13 +39,24 @@ class KFAC(Inspectable):
     Args:
         model: a module, or one wrapped in `DistributedDataParallel`.
         optimizer: any torch optimizer over the model's parameters.
+        statistics: ``"both"`` A and G, or only the ``"inputs"`` (A) or ``"outputs"``
+            (G): what is left out is not estimated, sent or inverted.
+        scale: how they scale a gradient: ``"kronecker"`` (the papers'),
+            ``"corrected"`` (EKFAC), ``"adaptive"`` (Adam in their eigenbases) or
+            ``"orthogonal"`` (the polar factor of the whitened gradient).
+        whitening: ``"half"`` or ``"full"``, of ``scale="orthogonal"``.
+        trust: ``"kl"`` (clip all updates by their KL divergence: eq. 18), ``"layer"``
+            (give each layer's update the norm of its weight, as LARS) or ``"none"``.
+        kl_clip: kappa of eq. 18, > 0, with ``trust="kl"``; None turns it off.
+        rest: parameters without a block: ``"plain"`` or ``"adaptive"`` (Adam's root).
+        beta2: decay of the second moments of adaptive rules, in [0, 1).
         damping: lambda, added to the Fisher; a number >= 0 or a function of the step.
         damping_style: ``"eigen"`` (exact: eq. 13-15) or ``"factored"`` (pi-split and
-            Cholesky: SP-NGD, eq. 12; cheaper to refresh).
+            Cholesky: SP-NGD, eq. 12; cheaper to refresh), or ``"relative"``: lambda
+            times its mean eigenvalue is added to each factor.
         decay: weight of the old value in the running averages (eq. 16-17), in [0, 1).
-        kl_clip: kappa of eq. 18, > 0; None turns it off.
         lr: the learning rate for the KL clip when there is no optimizer to read.
-        refresh: `Every`, `Scheduled` or `Adaptive`.
+        refresh: `Every`, `Scheduled`, `Adaptive` or `Budget`.
         fisher: ``"empirical"``, or ``"sampled"`` with `sampled_backward` in the loop.
         loss: whether the loss is a ``"mean"`` or ``"sum"`` over examples, or a mean
             over ``"tokens"`` (examples and positions).
@@ -56,10 +70,15 @@ class KFAC(Inspectable):
         subsample: estimate statistics from every k-th example only; 1 uses all.
         grad_scaler: the `torch.amp.GradScaler` in use, to undo its loss scale.
         strategy: how several ranks share the work: ``"factor_wise"``,
-            ``"layer_wise"``, ``"spngd"`` or ``natgrad.hybrid(fraction)``.
+            ``"layer_wise"``, ``"spngd"``, ``natgrad.hybrid(fraction)``, or ``"auto"``:
+            the one that the machine's profile says is fastest, printed with why and
+            with its predicted overhead over SGD, and kept in ``choice``.
         placement: ``"longest_first"`` (by modelled cost), ``"measured"`` (the same, and
             anew after the first refresh by the seconds that its inversions took) or
             ``"round_robin"`` (the papers').
+        profile: the machine for ``"auto"``: a `natgrad.plan.HardwareProfile` or its
+            file. None: the file that ``$NATGRAD_PROFILE`` names, that which ``natgrad
+            calibrate`` wrote, or else built-in numbers.
         comm: buckets, precision and overlap of communication.
         group: a process group; the default one if None.
     """
@@ -69,10 +88,16 @@ class KFAC(Inspectable):
         model: nn.Module,
         optimizer: Optimizer | None = None,
         *,
+        statistics: config.Sides = "both",
+        scale: config.Scale = "kronecker",
+        whitening: config.Whitening = "half",
+        trust: config.Trust = "kl",
+        kl_clip: float | None = 1e-3,
+        rest: config.Rest = "plain",
+        beta2: float = 0.95,
         damping: config.Damping = 1e-3,
         damping_style: config.DampingStyle = "eigen",
         decay: float = 0.95,
-        kl_clip: float | None = 1e-3,
         lr: float | None = None,
         refresh: Refresh = DEFAULT_REFRESH,
         fisher: config.Fisher = "empirical",
@@ -86,21 +111,21 @@ class KFAC(Inspectable):
         grad_scaler: torch.amp.GradScaler | None = None,
         strategy: str | Strategy = "factor_wise",
         placement: str = "longest_first",
+        profile: Profile | None = None,
         comm: CommOptions | None = None,
         group: Any = None,
     ) -> None:
-        if kl_clip is not None:
-            require_number("kl_clip", kl_clip, "a number > 0, or None", above=0.0)
         if lr is not None:
             require_number("lr", lr, "a number > 0", above=0.0)
-        if kl_clip is not None and optimizer is None and lr is None:
-            raise ValueError(
-                f"kl_clip={kl_clip} needs the learning rate: give an optimizer or lr=, "
-                "or kl_clip=None."
-            )
-        self.kl_clip, self.lr = kl_clip, lr
-        self.optimizer = optimizer
+        self.lr, self.optimizer = lr, optimizer
         curvature = Curvature(
+            statistics=statistics,
+            scale=scale,
+            whitening=whitening,
+            trust=trust,
+            kl_clip=kl_clip,
+            rest=rest,
+            beta2=beta2,
             damping=damping,
             damping_style=damping_style,
             decay=decay,
@@ -114,19 +139,28 @@ class KFAC(Inspectable):
             skip=skip,
             subsample=subsample,
         )
+        if trust == "kl" and kl_clip is not None and optimizer is None and lr is None:
+            raise ValueError(
+                f"kl_clip={kl_clip} needs the learning rate: give an optimizer or lr=, "
+                "or kl_clip=None."
+            )
         self.engine = Engine(
             model,
             curvature,
             strategy=strategy,
             placement=placement,
+            profile=profile,
             comm=comm or CommOptions(),
             group=group,
             grad_scaler=grad_scaler,
         )
+        if self.engine.own_gradients:
+            self.engine.capture.on_forward = self.engine.look_for_ddp
         self._handles: list[Any] = []
         if optimizer is not None:
-            hook = optimizer.register_step_pre_hook(self._before_step)
-            self._handles = [hook, *travel_with(optimizer, self)]
+            # also inside a compiled optimizer.step
+            handle = optimizer.register_step_pre_hook(as_written(self._before_step))
+            self._handles = [handle, *travel_with(optimizer, self.engine)]
 
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -152,6 +186,9 @@ class KFAC(Inspectable):
         the optimizer skips the step, and the statistics stay as they were.
         """
         engine = self.engine
+        groups = self.optimizer.param_groups if self.optimizer else [{"lr": 1.0}]
+        if only_initialises(engine, groups):
+            return
         with engine.attempt():
             captured, sums = engine.reduce_statistics()
             gradients = engine.reduce_gradients()
@@ -160,33 +197,29 @@ class KFAC(Inspectable):
                 engine.skip_step()
                 return
             engine.refresh(sums, verdict)
-            updates = engine.precondition(gradients, verdict.present)
-            scale = self._kl_scale(gradients, updates)
+            gradients = engine.worked_on(gradients, verdict.present)
+            updates = engine.precondition(gradients, gradients)
+            updates = layer_trust(engine, updates)
+            scale = kl_trust(engine, gradients, updates, self._learning_rate())
             shared = engine.share(updates, verdict.present)
-            engine.write_gradients(updates | shared, scale)
+            self._write_gradients(updates | shared, scale)
             engine.end()
 
-    def _kl_scale(
-        self, gradients: dict[str, Tensor], updates: dict[str, Tensor]
-    ) -> Tensor | None:
-        """nu of eq. 18; None when there is no clip."""
-        if self.kl_clip is None:
-            return None
-        products = [
-            torch.dot(updates[name].flatten(), gradients[name].flatten()).abs()
-            for name in updates
-            if self.engine.block[name].kind is not None
-            # several ranks may work on a block: the first counts it
-            and self.engine.plan.workers[name][0] == self.engine.comm.rank
-        ]
-        zero = self.engine.like.new_zeros(1)
-        total = self.engine.comm.agree(sum(products, start=zero))[0]
-        return kl_scale(total, self.kl_clip, self._learning_rate())
+    def _write_gradients(
+        self, updates: dict[str, Tensor], scale: Tensor | None
+    ) -> None:
+        """Put updates into ``.grad``; plain blocks are not clipped."""
+        for name, update in updates.items():
+            block = self.engine.block[name]
+            if block.kind is not None:
+                block.write_gradient(update, scale)
+            elif self.engine.own_gradients or self.engine.config.rest != "plain":
+                block.write_gradient(update)
 
     def _learning_rate(self) -> float:
+        """For the KL clip."""
         if self.optimizer is None:
-            assert self.lr is not None
-            return self.lr
+            return self.lr or 1.0
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def close(self) -> None:

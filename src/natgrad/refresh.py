@@ -1,11 +1,15 @@
 """When a statistic is due: policies are frozen, their timing is kept per statistic."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from natgrad.math.staleness import next_interval
+
+if TYPE_CHECKING:
+    from natgrad.budget import Account
+    from natgrad.meter import Meter
 
 Interval = int | Callable[[int], int]
 
@@ -14,7 +18,8 @@ Interval = int | Callable[[int], int]
 class Timing:
     """When one statistic is due, in steps counted from 0, and what was done so far.
 
-    ``interval`` and ``previous`` are the last interval and the one before it.
+    ``interval`` and ``previous`` are the last interval and the one before it;
+    ``refreshed_at`` and ``inverted_at`` the steps of the last ones, -1 before any.
     """
 
     statistics_at: int = 0
@@ -24,6 +29,8 @@ class Timing:
     refreshed: int = 0
     skipped: int = 0
     inverted: int = 0
+    refreshed_at: int = -1
+    inverted_at: int = -1
 
 
 class Refresh(ABC):
@@ -43,6 +50,10 @@ class Refresh(ABC):
     def judge(self, similar_to_last: bool, similar_to_before: bool, t: Timing) -> int:
         """The next interval, decided by a statistic's owner."""
         return t.interval
+
+    def open_account(self, names: Sequence[str], meter: "Meter") -> "Account | None":
+        """Who decides step by step instead, from measured seconds: only `Budget`."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,14 @@ from natgrad.layers import Block, find_blocks
 
 def register(model: nn.Module, config: Curvature) -> list[Block]:
     """A model's blocks; raises if there is nothing to precondition."""
+    _require_whole(model)
     blocks = find_blocks(
         model,
         norm=config.norm,
         sharing=config.sharing,
         loss=config.loss,
+        statistics=config.statistics,
+        corrected=config.scale == "corrected",
         skip=config.skip,
     )
     if not any(True for _ in model.parameters()):
@@ -58,3 +61,26 @@ def warn_silent(blocks: list[Block], fired: set[str], config: Curvature) -> None
         f"gradient is used until it does. {remedy}?",
         stacklevel=5,
     )
+
+
+def require_known(model: nn.Module, blocks: list[Block]) -> None:
+    """Raise if a parameter has a gradient that a step would not use."""
+    used = {id(p) for b in blocks if b.is_trained for p in b.parameters}
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.grad is not None and id(p) not in used:
+            raise RuntimeError(
+                f"{name} was added, frozen or unfrozen after registration. Must be "
+                "done before KFAC or SPNGD is made."
+            )
+
+
+def _require_whole(model: nn.Module) -> None:
+    """Raise if FSDP or tensor parallelism has cut a parameter into parts."""
+    for name, p in model.named_parameters():
+        # DTensor is of torch.distributed, which only comm imports
+        if type(p.data).__name__ == "DTensor" or type(p).__name__ == "DTensor":
+            raise TypeError(
+                f"{name} is a DTensor, of which each rank has a part. Must be whole on "
+                "every rank, as under DistributedDataParallel: FSDP and tensor "
+                "parallelism are not supported."
+            )

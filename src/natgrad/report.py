@@ -1,5 +1,6 @@
 """Plain-text tables of what is registered and what was refreshed."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -28,11 +29,15 @@ def registration_table(engine: "Engine") -> str:
         f"{blocks} blocks, {covered:,} of {total:,} parameters preconditioned, "
         f"{_bytes(size)} of statistics."
     )
+    account = engine.statistics.account
+    if account is not None:
+        summary += f"\n{account.summary()['says']}"
     return f"{_table([HEADER, *rows])}\n{summary}"
 
 
 def refresh_summary(engine: "Engine") -> dict[str, Any]:
-    """Counts by statistic, and the share of bytes that was refreshed."""
+    """Counts by statistic, the share of bytes refreshed, and what a budget says."""
+    account = engine.statistics.account
     states = engine.statistics.states.values()
     done = sum(s.spec.packed * s.timing.refreshed for s in states)
     every = sum(s.spec.packed * (s.timing.refreshed + s.timing.skipped) for s in states)
@@ -47,6 +52,8 @@ def refresh_summary(engine: "Engine") -> dict[str, Any]:
             for s in states
         },
         "reduction_rate": done / every if every else 0.0,
+        **({} if account is None else {"budget": account.summary()}),
+        "last": asdict(engine.statistics.last),
     }
 
 

@@ -1,10 +1,13 @@
 """Losses of labels drawn from the model, for the sampled Fisher (SP-NGD, eq. 5)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from natgrad.config import require_choice
+from natgrad.layers import Block
 
 LIKELIHOODS = ("cross_entropy", "mse")
 
@@ -43,3 +46,11 @@ def draw_classes(logits: Tensor) -> Tensor:
 def draw_gaussian(outputs: Tensor, each: int) -> Tensor:
     """Outputs plus noise of variance d / 2, for d outputs ``each``."""
     return outputs.detach() + torch.randn_like(outputs) * (each / 2) ** 0.5
+
+
+def differentiate(loss: Tensor, blocks: Sequence[Block]) -> None:
+    """Run the backward of layers, hooks and all; ``.grad`` and the graph stay."""
+    layers = [b for b in blocks if b.kind is not None]
+    weights = [p for p in (b.parameters[0] for b in layers) if p.requires_grad]
+    if weights:
+        torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)

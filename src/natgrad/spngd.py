@@ -1,27 +1,31 @@
 """SPNGD: scalable and practical natural gradient descent, a complete optimizer."""
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from natgrad import config
+from natgrad.auto import Profile
 from natgrad.comm import CommOptions
-from natgrad.config import Curvature, require_number
+from natgrad.config import Curvature, require_choice, require_number
 from natgrad.engine import Engine
 from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.precondition import rescale_factor
 from natgrad.math.statistics import widen
 from natgrad.optimizer_state import travel_with
+from natgrad.parameter_state import only_initialises
 from natgrad.plan import Strategy
 from natgrad.refresh import Adaptive, Refresh
+from natgrad.registration import require_known
+from natgrad.trust import kl_trust, layer_trust
 from natgrad.users import Inspectable
 
 DEFAULT_REFRESH = Adaptive()
+Average = Literal["update", "gradient"]
 
 
 class SPNGD(Inspectable, Optimizer):
@@ -29,8 +33,9 @@ class SPNGD(Inspectable, Optimizer):
 
     ``w <- w - lr (F + damping I)^-1 gradient + momentum v``, where v is the last change
     of w (eq. 23). Parameters without a block follow the same rule with their plain
-    gradient. On several ranks it reduces gradients itself: give it the plain module,
-    not one wrapped in `DistributedDataParallel`. ::
+    gradient. On several ranks it reduces gradients itself, to the ranks that need them;
+    a module wrapped in `DistributedDataParallel` works too, but has every rank get
+    every gradient. ::
 
         optimizer = natgrad.SPNGD(model, lr=0.02, momentum=0.9, damping=1e-3)
 
@@ -42,11 +47,19 @@ class SPNGD(Inspectable, Optimizer):
         weight_decay: times the weight, is added to the gradient before preconditioning.
         rescale_weights: keep the weight of linear and convolution layers at norm
             sqrt(2 d_out) (eq. 24).
+        nesterov: look ahead: use the momentum that the next step will have.
+        average: what momentum is a running average of: the ``"update"`` (SP-NGD, eq.
+            23) or the ``"gradient"``, which is then scaled (as Muon and Adam do; the
+            average has no bias and weights that add up to 1, so that with momentum m a
+            learning rate means 1 - m of what it means for ``"update"``).
         param_groups: groups made of ``named_parameters``, for options of their own; all
             parameters of the model in one group by default.
-        damping, damping_style, decay, refresh, fisher, loss, accumulation, sharing,
-            norm, norm_damping_ratio, skip, subsample, grad_scaler, strategy, placement,
-            comm, group: as for `KFAC`.
+        statistics, scale, whitening, kl_clip, rest, beta2: as for `KFAC`.
+        trust: as for `KFAC`, but ``"none"`` unless told.
+
+    As for `KFAC`: damping, damping_style, decay, refresh, fisher, loss, accumulation,
+    sharing, norm, norm_damping_ratio, skip, subsample, grad_scaler, strategy,
+    placement, profile, comm, group.
     """
 
     def __init__(
@@ -57,7 +70,16 @@ class SPNGD(Inspectable, Optimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         rescale_weights: bool = False,
+        nesterov: bool = False,
+        average: Average = "update",
         param_groups: Iterable[dict[str, Any]] | None = None,
+        statistics: config.Sides = "both",
+        scale: config.Scale = "kronecker",
+        whitening: config.Whitening = "half",
+        trust: config.Trust = "none",
+        kl_clip: float | None = 1e-3,
+        rest: config.Rest = "plain",
+        beta2: float = 0.95,
         damping: config.Damping = 1e-3,
         damping_style: config.DampingStyle = "factored",
         decay: float = 0.0,
@@ -73,18 +95,22 @@ class SPNGD(Inspectable, Optimizer):
         grad_scaler: torch.amp.GradScaler | None = None,
         strategy: str | Strategy = "spngd",
         placement: str = "longest_first",
+        profile: Profile | None = None,
         comm: CommOptions | None = None,
         group: Any = None,
     ) -> None:
         require_number("lr", lr, "a number > 0", above=0.0)
         require_number("momentum", momentum, "in [0, 1)", low=0.0, below=1.0)
         require_number("weight_decay", weight_decay, "a number >= 0", low=0.0)
-        if isinstance(model, DistributedDataParallel):
-            raise TypeError(
-                "SPNGD reduces gradients itself: give it ddp.module, and call that "
-                "module in the loop instead of the DistributedDataParallel wrapper."
-            )
+        require_choice("average", average, ("update", "gradient"))
         curvature = Curvature(
+            statistics=statistics,
+            scale=scale,
+            whitening=whitening,
+            trust=trust,
+            kl_clip=kl_clip,
+            rest=rest,
+            beta2=beta2,
             damping=damping,
             damping_style=damping_style,
             decay=decay,
@@ -103,19 +129,22 @@ class SPNGD(Inspectable, Optimizer):
             curvature,
             strategy=strategy,
             placement=placement,
+            profile=profile,
             comm=comm or CommOptions(),
             group=group,
             grad_scaler=grad_scaler,
         )
         self.rescale_weights = rescale_weights
-        groups = param_groups or [{"params": list(model.named_parameters())}]
+        self.nesterov, self.average = nesterov, average
+        plain = self.engine.model  # without a DistributedDataParallel around it
+        groups = param_groups or [{"params": list(plain.named_parameters())}]
         Optimizer.__init__(
             self,
             groups,
             {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
         )
         self._group_of()  # raises if a block is in no group
-        self._handles = travel_with(self, _Curvature(self.engine))
+        self._handles = travel_with(self, self.engine)
         self.engine.before_replan.append(self._gather_velocity)
 
     @torch.no_grad()
@@ -131,8 +160,11 @@ class SPNGD(Inspectable, Optimizer):
             with torch.enable_grad():
                 value = closure()
         engine = self.engine
+        if only_initialises(engine, self.param_groups):
+            self._make_velocity()
+            return value
         with engine.attempt():
-            engine.require_known_parameters()
+            require_known(engine.model, engine.blocks)
             captured, sums = engine.reduce_statistics()
             gradients = engine.reduce_gradients()
             verdict = engine.agree(captured)
@@ -140,9 +172,13 @@ class SPNGD(Inspectable, Optimizer):
                 engine.skip_step()
                 return value
             engine.refresh(sums, verdict)
-            updates = engine.precondition(self._decayed(gradients), verdict.present)
+            gradients = engine.worked_on(self._decayed(gradients), verdict.present)
+            directions = self._averaged(gradients)
+            updates = engine.precondition(directions, gradients)
+            updates = self._trusted(directions, updates)
             mine = [engine.block[name] for name in updates]
-            self._update(mine, updates)
+            with engine.meter("update"):
+                self._update(mine, updates)
             self._share_weights(mine, verdict.present)
             self._forget_foreign_velocity()
             engine.end()
@@ -159,22 +195,63 @@ class SPNGD(Inspectable, Optimizer):
                 gradients[name] = g + block.fold([d * p for d, p in pairs])
         return gradients
 
+    def _averaged(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """With ``average="gradient"``, the running averages, without their bias."""
+        if self.average == "update":
+            return gradients
+        averages: dict[int, Tensor] = {}
+        for group, params, grads in self._by_group(gradients):
+            momentum, last = group["momentum"], self.engine.step + 1
+            velocity = [self._velocity(p) for p in params]
+            foreach.scale_(velocity, momentum)
+            foreach.add_(velocity, grads, 1 - momentum)
+            ahead = velocity
+            if self.nesterov:
+                ahead, last = foreach.scaled(velocity, momentum), last + 1
+                foreach.add_(ahead, grads, 1 - momentum)
+            ahead = foreach.scaled(ahead, 1 / (1 - momentum**last))
+            averages |= {id(p): x for p, x in zip(params, ahead, strict=True)}
+        return {
+            name: block.fold([averages[id(p)] for p in block.parameters])
+            for name, block in ((name, self.engine.block[name]) for name in gradients)
+        }
+
+    def _trusted(
+        self, directions: dict[str, Tensor], updates: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Updates at the length that the chosen trust gives them."""
+        updates = layer_trust(self.engine, updates)
+        lr = max(float(group["lr"]) for group in self.param_groups)
+        nu = kl_trust(self.engine, directions, updates, lr)
+        if nu is None:
+            return updates
+        kind = {name: self.engine.block[name].kind for name in updates}
+        return {n: u if kind[n] is None else u * nu for n, u in updates.items()}
+
     def _update(self, blocks: list[Block], updates: dict[str, Tensor]) -> None:
         """eq. 23 and 24 for the blocks that this rank works on, a group at a time."""
+        for group, params, changes in self._by_group(updates):
+            if self.average == "gradient":
+                foreach.add_(params, changes, -group["lr"])
+            else:
+                self._move(group, params, changes)
+        if self.rescale_weights:
+            self._rescale([b for b in blocks if b.kind is not None and b.kind.rescaled])
+
+    def _by_group(
+        self, stacks: dict[str, Tensor]
+    ) -> Iterator[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
+        """Parameters of the named blocks and tensors like them, by parameter group."""
         group_of = self._group_of()
         by_group: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for block in blocks:
-            pairs = zip(
-                block.parameters, block.unfold(updates[block.name]), strict=True
-            )
-            for p, update in pairs:
-                by_group.setdefault(id(group_of[id(p)]), []).append((p, update))
+        for name, stack in stacks.items():
+            block = self.engine.block[name]
+            for p, x in zip(block.parameters, block.unfold(stack), strict=True):
+                by_group.setdefault(id(group_of[id(p)]), []).append((p, x))
         for group in self.param_groups:
             pairs = by_group.get(id(group), [])
             if pairs:
-                self._move(group, [p for p, _ in pairs], [u for _, u in pairs])
-        if self.rescale_weights:
-            self._rescale([b for b in blocks if b.kind is not None and b.kind.rescaled])
+                yield group, [p for p, _ in pairs], [x for _, x in pairs]
 
     def _move(
         self, group: dict[str, Any], params: list[Tensor], updates: list[Tensor]
@@ -182,14 +259,29 @@ class SPNGD(Inspectable, Optimizer):
         velocity = [self._velocity(p) for p in params]
         foreach.scale_(velocity, group["momentum"])
         foreach.add_(velocity, updates, -group["lr"])
-        foreach.add_(params, velocity)
+        if self.nesterov:
+            foreach.add_(params, velocity, group["momentum"])
+            foreach.add_(params, updates, -group["lr"])
+        else:
+            foreach.add_(params, velocity)
 
     def _velocity(self, p: Tensor) -> Tensor:
-        """v = w(t) - w(t-1), in float32 or better; zero before the first step."""
+        """v = w(t) - w(t-1), or the average of gradients; at first zero.
+
+        In float32 or better.
+        """
         state = self.state[p]
         if "velocity" not in state:
             state["velocity"] = torch.zeros_like(widen(p))
         return state["velocity"]
+
+    def _make_velocity(self) -> None:
+        """That of every parameter that this rank updates."""
+        rank, workers = self.engine.comm.rank, self.engine.plan.workers
+        for block in self.engine.blocks:
+            if rank in workers[block.name]:
+                for p in block.parameters:
+                    self._velocity(p)
 
     def _rescale(self, blocks: list[Block]) -> None:
         """eq. 24; the rescaling is part of the last change of w."""
@@ -275,11 +367,3 @@ class SPNGD(Inspectable, Optimizer):
             handle.remove()
         self._handles.clear()
         self.engine.close()
-
-
-class _Curvature:
-    """The statistics of an optimizer, apart from the rest of its state."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.state_dict = engine.state_dict
-        self.load_state_dict = engine.load_state_dict

@@ -1,6 +1,6 @@
 """What is kept of each statistic between steps, and how it is saved."""
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from natgrad.math.inverse import Inverse
 from natgrad.plan.spec import StatisticSpec
 from natgrad.refresh import Timing
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(kw_only=True)
@@ -68,8 +68,8 @@ def load(
 
     Tensors keep their saved dtype and go to the device of ``like``.
     """
-    _require("version", saved.get("version"), VERSION)
-    _require("damping_style", saved.get("damping_style"), damping_style)
+    require("version", saved.get("version"), VERSION)
+    require("damping_style", saved.get("damping_style"), damping_style)
     _require_match(states, saved["statistics"])
     step = int(saved["step"])
     entries = saved["statistics"].items()
@@ -113,10 +113,22 @@ def _load_one(
     )
 
 
-def _require(name: str, value: Any, legal: Any) -> None:
-    if value != legal:
+def require(name: str, value: Any, legal: Any) -> None:
+    """Raise unless a saved value is the one that this optimizer has."""
+    if type(value) is not type(legal) or value != legal:
         raise ValueError(
             f"Invalid {name}={value!r} in the saved natgrad state. Must be {legal!r}."
+        )
+
+
+def require_part(part: Sequence[Any] | None, here: Sequence[Any]) -> None:
+    """Raise unless a saved state is whole, or the part of this rank under this plan."""
+    if part is not None and list(part) != list(here):
+        raise ValueError(
+            f"The saved natgrad state is the part of rank {part[0]} of {part[1]} "
+            f"under plan {part[2]}. Must be that of rank {here[0]} of {here[1]} "
+            f"under plan {here[2]}, or a whole one: call gather() on every rank "
+            "before state_dict()."
         )
 
 
@@ -128,7 +140,7 @@ def _require_match(
             where = "the saved state" if name in states else "this model"
             raise ValueError(
                 f"Statistic {name!r} is missing in {where}: the model or the options "
-                "norm= and skip= differ from those that saved it."
+                "statistics=, norm= and skip= differ from those that saved it."
             )
         spec, entry = states[name].spec, statistics[name]
         if (entry["stack"], entry["size"]) != (spec.stack, spec.size):

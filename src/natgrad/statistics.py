@@ -4,6 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,14 +19,17 @@ from natgrad.math.inverse import (
     InverseError,
     damped_from_eigen,
     damped_inverses,
+    damped_roots,
     eigendecompositions,
     pi_split,
     split_damping,
 )
 from natgrad.math.packing import pack, unpack
-from natgrad.math.precondition import apply_eigen, apply_inverses
+from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.staleness import is_similar
+from natgrad.meter import Meter
 from natgrad.plan import Plan
+from natgrad.plan.cost import CostModel
 from natgrad.refresh import Timing
 from natgrad.state import StatisticState
 from natgrad.verdict import Verdict
@@ -34,11 +38,20 @@ MAX_FAILURES = 3
 Findings = dict[str, Inverse | InverseError]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Refreshed:
+    """Names of the statistics that a step estimated, and of those it inverted."""
+
+    estimated: tuple[str, ...] = ()
+    inverted: tuple[str, ...] = ()
+
+
 class Statistics:
     """One `StatisticState` for each statistic; every rank has all, owners their data.
 
     ``step`` counts from 0 and is set by the engine. ``seconds``, unless None, collects
-    how long each owned inversion takes.
+    how long each owned inversion takes; ``changes``, unless None, how much each owned
+    average changed when it was last refreshed, for which averages are kept.
     """
 
     def __init__(
@@ -48,6 +61,7 @@ class Statistics:
         plan: Plan,
         comm: Communicator,
         like: Tensor,
+        meter: Meter,
     ) -> None:
         self.config, self.plan, self.comm, self.like = config, plan, comm, like
         self.block = {b.name: b for b in blocks}
@@ -58,6 +72,11 @@ class Statistics:
         }
         self.step = 0
         self.seconds: dict[str, float] | None = None
+        self.meter = meter
+        self._cost_model = CostModel(inverse=plan.inverse)
+        self.account = config.refresh.open_account(list(self.states), meter)
+        self.changes: dict[str, Tensor] | None = None if self.account is None else {}
+        self.last = Refreshed()
 
     def due(self) -> list[StatisticState]:
         """The statistics to estimate in this step, in the blocks' order."""
@@ -69,15 +88,21 @@ class Statistics:
         ``sums`` are the owned statistics' packed sums over ranks and micro-batches.
         """
         self._require_schedules()
+        if self.account is not None:
+            self.account.learn(verdict.facts, self.comm.world)
         due = self.due()
         estimated = self._estimate(due, sums, verdict)
         # A due statistic without a usable estimate is tried again in the next step,
         # and its inverse waits with it.
         waiting = {s.spec.name for s in due} - {s.spec.name for s in estimated}
+        moments = {s.spec.name for s in estimated if s.spec.kind == "S"}
         inverted = [
             s
             for name, s in self.states.items()
-            if s.timing.inverses_at <= self.step and s.estimated and name not in waiting
+            if s.estimated
+            and name not in waiting
+            # of an S there is nothing to invert: it is used as soon as it is known
+            and (s.timing.inverses_at <= self.step or name in moments)
         ]
         findings = self._invert([s for s in inverted if self._owns(s)])
         self._share_findings(inverted, findings)
@@ -90,33 +115,24 @@ class Statistics:
         self.config.refresh.after_statistic(self.step, Timing())
         self.config.refresh.after_inverse(self.step, Timing())
 
-    def precondition(self, block: Block, gradient: Tensor) -> Tensor:
-        """``(F + damping I)^-1`` times a gradient ``(s, m, n)``.
-
-        The plain gradient while an inverse is missing.
-        """
-        states = [self.states[s.name] for s in block.spec.statistics]
-        inverses = [s.inverse for s in states if s.inverse is not None]
-        if not states or len(inverses) < len(states):
-            return gradient
-        if self.is_eigen(states[0]):
-            right, left = inverses
-            return apply_eigen(gradient, right, left, self.damping_of(block))
-        left = inverses[1] if len(inverses) == 2 else None
-        return apply_inverses(gradient, inverses[0], left)
-
     def damping_of(self, block: Block) -> float:
         """Lambda of a block at this step."""
         ratio = self.config.norm_damping_ratio if block.is_norm else 1.0
         return ratio * self.config.damping_at(self.step)
 
     def factor_damping(self, s: StatisticState) -> float:
-        """What is added to one factor: all of lambda, or its part of the pi-split."""
+        """What is added to one factor, in the chosen damping style.
+
+        All of lambda, its part of the pi-split, or its multiple of the factor's mean
+        eigenvalue (of lambda itself if that is zero: a layer that sees nothing).
+        """
         block = self.block[s.spec.block]
         damping = self.damping_of(block)
+        if self.config.damping_style == "relative":
+            return damping * (s.mean_eigenvalue or 1.0)
         if len(block.spec.statistics) == 1:
             return damping
-        right, left = (self.states[x.name] for x in block.spec.statistics)
+        right, left = (self.states[x.name] for x in block.spec.statistics[:2])
         pi = pi_split(right.mean_eigenvalue, left.mean_eigenvalue)
         return split_damping(damping, pi)[s is left]
 
@@ -141,8 +157,11 @@ class Statistics:
 
     def is_eigen(self, s: StatisticState) -> bool:
         """Whether its inverse is kept as an eigendecomposition."""
-        two_sided = len(self.block[s.spec.block].spec.statistics) == 2
-        return two_sided and self.config.damping_style == "eigen"
+        return s.spec.kind in ("A", "G") and self.config.form == "eigen"
+
+    def is_root(self, s: StatisticState) -> bool:
+        """Whether a root of its inverse is kept: an upper triangular W."""
+        return s.spec.kind in ("A", "G") and self.config.form == "root"
 
     def _estimate(
         self, due: list[StatisticState], sums: dict[str, Tensor], verdict: Verdict
@@ -162,10 +181,27 @@ class Statistics:
         mine = [s for s in usable if self._owns(s)]
         for s in mine:
             sums[s.spec.name].mul_(self._scale(s, verdict))
+        if self.changes is not None:
+            self._note_changes(mine, sums, self.changes)
         self._average(mine, sums)
         for s in usable:
             s.estimated = True
         return usable
+
+    def _note_changes(
+        self,
+        mine: list[StatisticState],
+        sums: dict[str, Tensor],
+        changes: dict[str, Tensor],
+    ) -> None:
+        """How much each average is about to change (Osawa et al. 2019, eq. 19)."""
+        for s in mine:
+            if s.average is not None:
+                old, weight = s.average, 1 - self.config.decay
+                moved = weight * norm(sums[s.spec.name] - old, s)
+                changes[s.spec.name] = rate = change_rate(moved, norm(old, s))
+                if self.account is not None:
+                    self.account.note_change(s.spec.name, rate)
 
     def _average(self, mine: list[StatisticState], sums: dict[str, Tensor]) -> None:
         decay = self.config.decay
@@ -183,20 +219,28 @@ class Statistics:
         if self.seconds is not None and len(mine) > 1:
             parts = [self._invert([s]) for s in mine]  # each is timed on its own
             return {name: found for part in parts for name, found in part.items()}
-        began = time.perf_counter()
-        eigen = [s for s in mine if self.is_eigen(s)]
-        plain = [s for s in mine if not self.is_eigen(s)]
-        bases = eigendecompositions([self.dense(s) for s in eigen])
-        dampings = [self.factor_damping(s) for s in plain]
-        inverses = damped_inverses([self.dense(s) for s in plain], dampings)
-        findings: Findings = {}
-        for s, x in zip(eigen, bases, strict=True):
-            findings[s.spec.name] = x
-        for s, x in zip(plain, inverses, strict=True):
-            findings[s.spec.name] = x if isinstance(x, InverseError) else (x,)
+        began, model = time.perf_counter(), self._cost_model
+        with self.meter("invert", {s.spec.name: model.invert(s.spec) for s in mine}):
+            findings = self._decompose(mine)
         if self.seconds is not None:
             spent = time.perf_counter() - began
             self.seconds.update(dict.fromkeys(findings, spent))
+        return findings
+
+    def _decompose(self, mine: list[StatisticState]) -> Findings:
+        eigen = [s for s in mine if self.is_eigen(s)]
+        roots = [s for s in mine if self.is_root(s)]
+        moments = [s for s in mine if s.spec.kind == "S"]
+        kept = {s.spec.name for s in (*eigen, *roots, *moments)}
+        plain = [s for s in mine if s.spec.name not in kept]
+        bases = eigendecompositions([self.dense(s) for s in eigen])
+        findings: Findings = dict(zip((s.spec.name for s in eigen), bases, strict=True))
+        findings |= {s.spec.name: (self.dense(s).clone(),) for s in moments}
+        for group, invert in ((plain, damped_inverses), (roots, damped_roots)):
+            dampings = [self.factor_damping(s) for s in group]
+            inverses = invert([self.dense(s) for s in group], dampings)
+            for s, x in zip(group, inverses, strict=True):
+                findings[s.spec.name] = x if isinstance(x, InverseError) else (x,)
         return findings
 
     def _share_findings(
@@ -212,7 +256,9 @@ class Statistics:
                 known += [s.timing.interval, s.failures + 1]
             else:
                 known += [self._judge(s, found), 0]
-                s.inverse = found
+                # LAPACK leaves columns one after another; others receive rows, and
+                # a product would be rounded differently
+                s.inverse = tuple(x.contiguous() for x in found)
         if known and self.comm.world > 1:
             vector = self.like.new_tensor(known, dtype=torch.float64)
             known = self.comm.agree(vector).tolist()
@@ -232,7 +278,8 @@ class Statistics:
         if self.is_eigen(s):
             damped = damped_from_eigen(new[0], new[1], self.factor_damping(s))
         # unpacked again: packed, the Frobenius norm would miss half of the matrix
-        similar = [is_similar(damped, unflatten(x, s), tolerance) for x in s.history]
+        earlier = [self._unflatten_inverse(x, s) for x in s.history]
+        similar = [is_similar(damped, x, tolerance) for x in earlier]
         similar += [False] * (2 - len(similar))
         s.history = [flatten(damped), *s.history[:1]]
         return self.config.refresh.judge(similar[0], similar[1], s.timing)
@@ -259,31 +306,52 @@ class Statistics:
 
     def _unpack_inverse(self, s: StatisticState, flat: Tensor) -> Inverse:
         if not self.is_eigen(s):
-            return (unflatten(flat, s),)
+            return (self._unflatten_inverse(flat, s),)
         stack, size = s.spec.stack, s.spec.size
         vectors, values = flat.split([flat.numel() - stack * size, stack * size])
         if not s.spec.diagonal:
             vectors = vectors.reshape(stack, size, size)
         return vectors, values.reshape(stack, size)
 
+    def _unflatten_inverse(self, flat: Tensor, s: StatisticState) -> Tensor:
+        """A dense inverse or root; of the root only the upper triangle was packed."""
+        dense = unflatten(flat, s)
+        return dense.triu_() if self.is_root(s) and dense.dim() == 3 else dense
+
     def _advance(
         self, estimated: list[StatisticState], inverted: list[StatisticState]
     ) -> None:
         """Set when each statistic is due next; forget averages nobody will need."""
         refresh, fresh = self.config.refresh, {s.spec.name for s in estimated}
+        names = tuple(s.spec.name for s in inverted)
+        self.last = Refreshed(estimated=tuple(sorted(fresh)), inverted=names)
         for s in inverted:
             s.timing.inverted += 1
+            s.timing.inverted_at = self.step
             s.timing.inverses_at = refresh.after_inverse(self.step, s.timing)
         for name, s in self.states.items():
             if name in fresh:
                 s.timing.refreshed += 1
+                s.timing.refreshed_at = self.step
                 s.timing.statistics_at = refresh.after_statistic(self.step, s.timing)
             else:
                 s.timing.skipped += 1
         for s in inverted:
             replaced = s.timing.statistics_at <= s.timing.inverses_at
             if self.config.decay == 0.0 and replaced and not s.failures:
-                s.average, s.estimated = None, False
+                s.average = s.average if self.changes is not None else None
+                s.estimated = False
+        self._allot()
+
+    def _allot(self) -> None:
+        """Under a budget: what is due next. What waits to be tried again stays due."""
+        if self.account is None:
+            return
+        timings = {n: s.timing for n, s in self.states.items()}
+        chosen = self.account.decide(self.step, timings, self.plan.owners)
+        for name, t in timings.items():
+            if t.refreshed_at == self.step or t.statistics_at > self.step:
+                t.statistics_at = t.inverses_at = self.step + (2 - (name in chosen))
 
 
 def flatten(x: Tensor) -> Tensor:
@@ -296,6 +364,13 @@ def unflatten(flat: Tensor, s: StatisticState) -> Tensor:
     if s.spec.diagonal:
         return flat.reshape(s.spec.stack, s.spec.size)
     return unpack(flat, s.spec.stack, s.spec.size)
+
+
+def norm(flat: Tensor, s: StatisticState) -> Tensor:
+    """The Frobenius norm of a packed statistic."""
+    if s.spec.diagonal:
+        return torch.linalg.vector_norm(flat)
+    return packed_norm(flat, s.spec.stack, s.spec.size)
 
 
 def trace(x: Tensor) -> Tensor:

@@ -1,11 +1,17 @@
 """What a user can ask of `KFAC` and `SPNGD` besides stepping."""
 
+import math
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from natgrad.config import require_count
+from natgrad.diagnostics import Probe
 from natgrad.engine import Engine
+from natgrad.plan import Choice
 from natgrad.report import refresh_summary, registration_table
 
 
@@ -20,6 +26,19 @@ class Inspectable:
 
     def __str__(self) -> str:
         return self.report()
+
+    @property
+    def choice(self) -> Choice | None:
+        """Of ``strategy="auto"``: what was chosen and why; None of any other."""
+        return self.engine.auto.choice if self.engine.auto is not None else None
+
+    @property
+    def overhead(self) -> float | None:
+        """Of ``strategy="auto"``: predicted seconds a step over SGD's, as a fraction.
+
+        None until a few steps have shown what forward and backward take.
+        """
+        return self.engine.auto.overhead if self.engine.auto is not None else None
 
     def statistic(self, name: str) -> Tensor:
         """The current average of a statistic, dense: ``"fc/A"``, ``"bn1/unit"``..."""
@@ -36,13 +55,60 @@ class Inspectable:
         """Refreshes done and skipped by statistic, and the reduction rate.
 
         The rate is the bytes of statistics estimated over what refreshing everything
-        at every step would have taken (SP-NGD, Table 2: smaller is better).
+        at every step would have taken (SP-NGD, Table 2: smaller is better). ``last``
+        names what the last step estimated and inverted. Under `Budget`, ``budget`` has
+        what was spent and given up.
         """
         return refresh_summary(self.engine)
 
     def traffic(self) -> dict[str, Any]:
         """Bytes and calls by exchange, in the last step and in total."""
         return self.engine.comm.traffic()
+
+    def watch(
+        self, every: int = 10, sink: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        """Look at every block each ``every`` steps: `diagnostics` has the last look.
+
+        Call it on all ranks alike, before training. Averages are then kept that
+        ``decay=0`` would let go. ::
+
+            kfac.watch(every=50, sink=natgrad.sinks.JsonlSink("diagnostics.jsonl"))
+
+        Args:
+            every: steps between two looks, >= 1; the first step is looked at.
+            sink: a function of the record, called on rank 0 after each look, as
+                `natgrad.sinks.JsonlSink` or `natgrad.sinks.TensorBoardSink`.
+        """
+        require_count("every", every)
+        self.engine.probe = Probe(self.engine, every, self._rate, sink)
+
+    def _rate(self) -> float:
+        """The learning rate, as the KL clip sees it; NaN if nothing has one."""
+        optimizer: Any = getattr(self, "optimizer", self)
+        if not isinstance(optimizer, Optimizer):
+            rate = getattr(self, "lr", None)
+            return math.nan if rate is None else float(rate)
+        return max(float(group["lr"]) for group in optimizer.param_groups)
+
+    def diagnostics(self) -> dict[str, Any]:
+        """The last look at every block and statistic, alike on all ranks. See `watch`.
+
+        ``blocks`` has for each: ``largest``, ``median`` and ``smallest`` eigenvalue,
+        ``effective_rank`` and ``condition`` (damped); ``damping``, ``damping_ratio`` to
+        the largest and ``above_damping``, the share of eigenvalues above it; ``age``
+        and ``next`` refresh in steps, ``change`` at the last; ``norm_ratio`` and
+        ``angle`` (degrees) between gradient and preconditioned gradient; ``kl``, lr^2
+        times their product; ``motion``, the relative change of its weights since the
+        last look; ``seconds`` and ``bytes`` with their shares. ``statistics`` has the
+        same for each factor. None is what is not known yet. Empty before the first
+        look.
+        """
+        if self.engine.probe is None:
+            raise RuntimeError(
+                "Diagnostics are off. Call watch(every=...) before training."
+            )
+        return self.engine.probe.record
 
     def health(self) -> dict[str, Any]:
         """Steps skipped and estimates quarantined so far; inversions failed in a row.

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from natgrad.comm import Communicator
+from natgrad.layers import Block
+from natgrad.math import foreach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,7 @@ class Verdict:
         traces, counts: of each due statistic's sum, by name.
         seen: names of the due statistics that some rank has a sum of.
         forwards: micro-batches a rank, of the ranks that captured any.
+        facts: the sums of whatever else the ranks had to tell.
     """
 
     finite: bool
@@ -37,6 +40,7 @@ class Verdict:
     counts: dict[str, float]
     seen: frozenset[str]
     forwards: int
+    facts: tuple[float, ...] = ()
 
     def usable(self, name: str) -> bool:
         """Whether a due statistic was seen at all, and is finite."""
@@ -53,16 +57,21 @@ def reach_verdict(
     counts: Sequence[float],
     seen: Sequence[bool],
     forwards: int,
+    facts: Tensor | None = None,
 ) -> Verdict:
     """Sum what each rank knows; ``norm`` is finite just when all its gradients are.
 
     ``blocks`` says which have a gradient here; ``counts`` and ``seen`` go with
-    ``traces``; ``forwards`` are the micro-batches that were captured here.
+    ``traces``; ``forwards`` are the micro-batches that were captured here; ``facts``
+    (float64) are only summed.
     """
     known = [*blocks.values(), *counts, *seen, forwards, forwards > 0]
     host = norm.new_tensor(known, dtype=torch.float64)
     device = torch.stack([norm, *traces.values()]).double()
-    total: list[float] = comm.agree(torch.cat((device, host))).tolist()
+    parts = (device, host) if facts is None else (device, host, facts)
+    total: list[float] = comm.agree(torch.cat(parts)).tolist()
+    told = len(device) + len(host)
+    total, more = total[:told], total[told:]
     first, second = 1 + len(traces), 1 + len(traces) + len(blocks)
     third = second + len(traces)
     *_, forwards_sum, ranks = total
@@ -74,4 +83,19 @@ def reach_verdict(
         counts=dict(zip(traces, total[second:third], strict=True)),
         seen=frozenset(n for n, s in zip(traces, total[third:-2], strict=True) if s),
         forwards=round(forwards_sum / max(ranks, 1.0)),
+        facts=tuple(more),
     )
+
+
+def gradient_norm(blocks: Sequence[Block], means: list[Tensor], like: Tensor) -> Tensor:
+    """Finite just when every gradient on this rank is, and every mean over ranks."""
+    params = [p for b in blocks for p in b.parameters]
+    grads = [
+        p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+        for p in params
+        if p.grad is not None
+    ]
+    grads += means
+    if not grads:
+        return like.new_zeros(())
+    return torch.stack([x.to(like.dtype) for x in foreach.norms(grads)]).sum()

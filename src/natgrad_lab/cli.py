@@ -24,7 +24,13 @@ class Command:
 COMMANDS = {
     "train": Command("natgrad_lab.train.command:main", "train with a recipe"),
     "recipes": Command("natgrad_lab.recipes.command:main", "list the recipes"),
+    "study": Command(
+        "natgrad_lab.study.command:main", "is a method worth it at large batch?"
+    ),
     "compare": Command("natgrad_lab.report.command:main", "put runs side by side"),
+    "inspect": Command(
+        "natgrad_lab.inspect.command:main", "a page on every layer of a run"
+    ),
     "data": Command("natgrad_lab.data.command:main", "download data sets"),
     "plan": Command("natgrad_lab.simulate.plan_command:main", "memory and traffic"),
     "calibrate": Command(
@@ -55,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _dispatch(given)
     except BrokenPipeError:
         return 0
-    except (UserError, ValueError, OSError) as error:
+    except (UserError, ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _of_a_peer(error):
+            raise
         if os.environ.get("NATGRAD_DEBUG") == "1":
             raise
         rank = os.environ.get("RANK")
@@ -65,6 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("natgrad: interrupted", file=sys.stderr)
         return 130
+
+
+def _of_a_peer(error: RuntimeError) -> bool:
+    """Whether another process is the cause, so that a traceback here says nothing."""
+    return type(error).__name__ in ("CommError", "PeerError")
 
 
 def _dispatch(given: Sequence[str]) -> int:

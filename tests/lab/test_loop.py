@@ -83,7 +83,7 @@ def test_a_run_writes_what_it_does(optimizer: OptimizerConfig, tmp_path: Path) -
         assert trains[0]["reduction"] == pytest.approx(0.5)
         assert trains[0]["bytes"] == 0
     assert list((tmp_path / "tensorboard").iterdir())
-    assert (tmp_path / "checkpoints" / "step-00000012" / "rank-0.pt").is_file()
+    assert (tmp_path / "checkpoints" / "step-00000012" / "manifest.json").is_file()
 
 
 RESUMED = {
@@ -148,6 +148,12 @@ def test_divergence_ends_the_run(tmp_path: Path) -> None:
     assert start(tmp_path, settings).train().reason == "diverged"
 
 
+def test_divergence_that_an_optimizer_raises_on_ends_the_run(tmp_path: Path) -> None:
+    shampoo = OptimizerConfig(name="shampoo", lr=1e30)
+    settings = config(optimizer=shampoo, schedule=ScheduleConfig(), log_every=1000)
+    assert start(tmp_path, settings).train().reason == "diverged"
+
+
 def test_text_trains_with_token_means(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for name in ("a.py", "b.py"):
@@ -200,7 +206,7 @@ def test_ctrl_c_in_a_terminal_leaves_a_resumable_run(tmp_path: Path) -> None:
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert f"natgrad train --resume {out}" in printed
-    assert list((out / "checkpoints").glob("step-*/rank-0.pt"))
+    assert list((out / "checkpoints").glob("step-*/manifest.json"))
 
 
 def wait_for_records(path: Path, process: Any) -> None:

@@ -97,3 +97,47 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = TrainConfig(optimizer=OptimizerConfig(name="soap"))
     with pytest.raises(UserError, match="pip install pytorch_optimizer"):
         methods.make(net(), settings, examples=100)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "soap"])
+def test_a_trust_ratio_gives_a_change_the_weights_norm(name: Any) -> None:
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model: Any = net()
+        settings: Any = {"lr": 0.05, "momentum": 0.9, "trust": True}
+        config = TrainConfig(optimizer=OptimizerConfig(name=name, **settings))
+        return model, methods.make(model, config, examples=100).optimizer
+
+    model, optimizer = make()
+    for step in range(2):  # SOAP's first step only looks
+        backward(model, step)
+        before = model[0].weight.detach().clone()
+        optimizer.step()
+        change = model[0].weight.detach() - before
+    torch.testing.assert_close(change.norm(), 0.05 * before.norm())  # pyright: ignore
+
+    other, resumed = make()
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(deepcopy(optimizer.state_dict()))
+    resumed.param_groups[0]["lr"] = 0.025  # as a scheduler does
+    backward(other, 2)
+    before = other[0].weight.detach().clone()
+    resumed.step()
+    change = other[0].weight.detach() - before
+    torch.testing.assert_close(change.norm(), 0.025 * before.norm())
+
+
+def test_a_trust_ratio_is_for_matrices_and_adamw_has_the_rest() -> None:
+    model: Any = net()
+    settings: Any = {"lr": 0.05, "momentum": 0.0, "trust": True, "rest_lr": 0.01}
+    config = TrainConfig(optimizer=OptimizerConfig(name="sgd", **settings))
+    optimizer = methods.make(model, config, examples=100).optimizer
+    assert [g["lr"] for g in optimizer.param_groups] == [0.05, 0.01]
+    weight, bias = model[0].weight.detach().clone(), model[0].bias.detach().clone()
+    backward(model, 0)
+    direction = -model[0].weight.grad / model[0].weight.grad.norm()
+    optimizer.step()
+    change = model[0].weight.detach() - weight
+    torch.testing.assert_close(change, 0.05 * weight.norm() * direction)
+    # Adam's first step has the learning rate's size
+    moved = (model[0].bias.detach() - bias).abs()
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-3, atol=0)

@@ -93,6 +93,17 @@ def test_a_user_error_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> No
     assert "Unknown model 'nothing'" in capsys.readouterr().err
 
 
+def test_auto_says_why_and_plans_that(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "resnet50", "--world", "64", "--strategy", "auto"]
+    with pytest.raises(UserError, match="--profile"):
+        main(arguments)
+    assert main([*arguments, "--profile", "abci"]) == 0
+    text = capsys.readouterr().out
+    chosen = text.split()[0]
+    assert f"{chosen} on 64 ranks of abci" in text
+    assert f"{chosen} on 64 ranks, placed longest_first" in text
+
+
 def test_the_split_is_said_to_be_planned_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

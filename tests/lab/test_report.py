@@ -20,9 +20,12 @@ def write_run(folder: Path, accuracies: list[float], *, end: bool = True) -> Pat
     writer = MetricsWriter(folder)
     for index, accuracy in enumerate(accuracies, 1):
         step, seconds = 10 * index, float(index)
-        train = {"loss": 1 / index, "lr": 0.1, "seconds": seconds, "reduction": 0.25}
-        writer.write("train", step, phases={"data": 0.2, "forward": 0.8}, **train)
-        writer.write("test", step, loss=0.5, accuracy=accuracy, seconds=seconds)
+        train = {"loss": 1 / index, "lr": 0.1, "reduction": 0.25}
+        spent = {"seconds": seconds, "cpu_seconds": 2 * seconds}
+        writer.write(
+            "train", step, phases={"data": 0.2, "forward": 0.8}, **train, **spent
+        )
+        writer.write("test", step, loss=0.5, accuracy=accuracy, **spent)
     if end:
         writer.write("end", 10 * len(accuracies), reason="done", seconds=9.0)
     writer.close()
@@ -31,9 +34,10 @@ def write_run(folder: Path, accuracies: list[float], *, end: bool = True) -> Pat
 
 def test_a_summary_finds_the_first_time_a_target_was_reached(tmp_path: Path) -> None:
     summary = summarise(write_run(tmp_path / "a", [50.0, 91.0, 89.0, 95.0]))
-    assert summary.reached == {90.0: Reached(step=20, seconds=2.0)}
+    assert summary.reached == {90.0: Reached(step=20, seconds=2.0, cpu_seconds=4.0)}
     assert (summary.best, summary.last) == (95.0, 95.0)
     assert (summary.steps, summary.ending) == (40, "done")
+    assert (summary.seconds, summary.cpu_seconds) == (9.0, 8.0)
     assert summary.waiting == pytest.approx(0.2)
     assert summary.reduction == 0.25
 
@@ -41,7 +45,7 @@ def test_a_summary_finds_the_first_time_a_target_was_reached(tmp_path: Path) -> 
 def test_other_targets_can_be_asked_for(tmp_path: Path) -> None:
     summary = summarise(write_run(tmp_path / "a", [50.0, 91.0]), targets=(99.0, 40.0))
     assert summary.reached[99.0] is None
-    assert summary.reached[40.0] == Reached(step=10, seconds=1.0)
+    assert summary.reached[40.0] == Reached(step=10, seconds=1.0, cpu_seconds=2.0)
 
 
 def test_runs_stand_side_by_side(tmp_path: Path) -> None:

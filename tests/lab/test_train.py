@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import natgrad
 from natgrad_lab.errors import UserError
-from natgrad_lab.train import checkpoint
 from natgrad_lab.train import run as runs
 from natgrad_lab.train.config import (
     CurvatureConfig,
@@ -27,7 +28,6 @@ from natgrad_lab.train.metrics import (
     read_metrics,
     waiting_share,
 )
-from natgrad_lab.train.processes import World
 from natgrad_lab.train.schedules import make_damping, make_refresh, make_scheduler
 
 # Settings
@@ -130,9 +130,15 @@ def test_refresh_intervals_grow_at_their_epochs() -> None:
     assert rule.after_inverse(10, timing) == 10 + 20
 
 
-@pytest.mark.parametrize("kind", ["adaptive", "staircase", "late"])
-def test_every_refresh_rule_can_be_built(kind: Any) -> None:
-    make_refresh(TrainConfig(refresh=RefreshConfig(kind=kind)), examples=1000)
+def test_every_refresh_rule_is_the_one_asked_for() -> None:
+    def made(kind: Any, batch: int = 100) -> Any:
+        asked = RefreshConfig(kind=kind, tolerance=0.3, overhead=0.2)
+        return make_refresh(TrainConfig(refresh=asked, batch=batch), examples=1000)
+
+    assert made("adaptive") == natgrad.Adaptive(tolerance=0.3)
+    assert made("budget").overhead == 0.2
+    for kind in ("staircase", "late"):
+        assert (made(kind).rule, made(kind).steps_per_epoch) == (kind, 10)
 
 
 # Folders, records, checkpoints
@@ -175,41 +181,22 @@ def test_records_taken_back_by_a_resume_do_not_count(tmp_path: Path) -> None:
     path.write_text(path.read_text() + '{"kind": "tra')
     losses = [each["loss"] for each in read_metrics(path) if each["kind"] == "train"]
     assert losses == [1.0, 2.0, 30.0]
+    again = MetricsWriter(tmp_path)  # what was cut short must not swallow this
+    again.write("resume", 1)
+    again.close()
+    losses = [each["loss"] for each in read_metrics(path) if each["kind"] == "train"]
+    assert losses == [1.0]
 
 
 def test_the_clock_separates_phases() -> None:
-    clock = Clock(total=5.0)
-    with clock.phase("data"), torch.no_grad():
-        torch.ones(10).sum()
+    clock = Clock()
+    with clock.phase("data"):
+        time.sleep(0.05)
+    with clock.phase("data"):
+        torch.mm(torch.ones(300, 300), torch.ones(300, 300))
     phases = clock.take()
     assert set(phases) == {"data"}
-    assert clock.total > 5.0
+    assert clock.total >= 0.05
+    assert 0.0 < clock.cpu < clock.total, "sleep takes no processor time"
     assert waiting_share({"data": 1.0, "forward": 3.0}) == 0.25
     assert clock.take() == {}
-
-
-def test_checkpoints_keep_the_newest_and_fall_back(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, {"x": torch.tensor(step)}, World())
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step-00000002",
-        "step-00000003",
-    ]
-    (tmp_path / "step-00000003" / "rank-0.pt").write_bytes(b"PK damaged")
-    with pytest.warns(UserWarning, match="step-00000003"):
-        state = checkpoint.load_latest(tmp_path, World())
-    assert state["step"] == 2
-
-
-def test_a_checkpoint_half_written_is_not_seen(tmp_path: Path) -> None:
-    (tmp_path / "step-00000009.partial").mkdir()
-    with pytest.raises(UserError, match="No usable checkpoint"):
-        checkpoint.load_latest(tmp_path, World())
-
-
-def test_a_checkpoint_of_another_world_is_refused(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 1, {}, World())
-    path = tmp_path / "step-00000001" / "rank-0.pt"
-    torch.save({**torch.load(path), "world": 4}, path)
-    with pytest.raises(UserError, match="written by 4 processes"):
-        checkpoint.load_latest(tmp_path, World())

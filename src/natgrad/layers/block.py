@@ -43,6 +43,12 @@ class Block:
         return is_norm(self.kind)
 
     @property
+    def is_factored(self) -> bool:
+        """Whether its statistics are A and G: a weight that inputs multiply."""
+        kinds = {spec.kind for spec in self.spec.statistics}
+        return bool(kinds) and kinds <= {"A", "G", "S"}
+
+    @property
     def is_trained(self) -> bool:
         """Whether the weight still takes gradients."""
         return self.parameters[0].requires_grad
@@ -90,6 +96,8 @@ def find_blocks(
     norm: str = "unit",
     sharing: str = "expand",
     loss: str = "mean",
+    statistics: str = "both",
+    corrected: bool = False,
     skip: Collection[str] = (),
 ) -> list[Block]:
     """All trainable parameters of a model as blocks, in the order of its modules.
@@ -97,7 +105,13 @@ def find_blocks(
     Layers of a known kind come with statistics; every other parameter is a plain block
     that says why. Nothing is computed, so the model may be on the meta device.
     """
-    options = LayerOptions(norm=norm, sharing=sharing, loss=loss)
+    options = LayerOptions(
+        norm=norm,
+        sharing=sharing,
+        loss=loss,
+        statistics=statistics,
+        corrected=corrected,
+    )
     _require_known(model, skip)
     found: dict[int, Block] = {}
     reasons: dict[int, str] = {}
@@ -148,7 +162,7 @@ def _block(name: str, module: nn.Module, options: LayerOptions) -> Block:
             stack=layout.stack,
             rows=layout.rows,
             cols=layout.cols,
-            statistics=layout.statistics(name),
+            statistics=layout.statistics(name, options.statistics, options.corrected),
         ),
         kind=kind,
         modules=[module],

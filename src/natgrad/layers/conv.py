@@ -18,6 +18,7 @@ from natgrad.math.convolution import (
     conv_output_moment,
     positions,
 )
+from natgrad.math.examples import conv_gradients, squares_in_basis
 
 
 class Conv(Kronecker):
@@ -60,6 +61,13 @@ class Conv(Kronecker):
             return {}
         g = _batched(g, parameter(module, "weight").dim() - 2)
         return {"G": conv_output_moment(g, _setting(module, "groups"))}
+
+    def scale_moment(
+        self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
+    ) -> Tensor:
+        geometry = geometry_of(module)
+        x, g = (_batched(t, len(geometry.kernel)) for t in (x, g))
+        return squares_in_basis(conv_gradients(x, g, geometry), right, left)
 
 
 def geometry_of(module: nn.Module) -> ConvGeometry:

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 from natgrad.layers.kind import LayerKind, Layout, Observed, parameter
+from natgrad.math.examples import table_squares
 from natgrad.math.statistics import gram, index_counts, widen
 
 
@@ -53,6 +54,21 @@ class Embedding(LayerKind):
         if padding is not None:
             rows = rows * (kept[0].reshape(-1, 1) != padding)
         return {"G": gram(rows)}
+
+    def scale_moment(
+        self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
+    ) -> Tensor:
+        g = widen(g)
+        padding: int | None = getattr(module, "padding_idx", None)
+        if padding is not None:
+            g = g * (x != padding).unsqueeze(-1)
+        vocabulary = len(parameter(module, "weight"))
+        whole = self.options.loss != "tokens" and x.dim() > 1
+        x, g = (
+            t.flatten(1, end) if whole else t.flatten(0, end).unsqueeze(1)
+            for t, end in ((x, -1), (g, -2))
+        )
+        return table_squares(x, g, vocabulary, left)
 
     def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
         return weight.T.unsqueeze(0)

@@ -17,6 +17,12 @@ class LayerOptions:
     norm: str = "unit"
     sharing: str = "expand"
     loss: str = "mean"
+    statistics: str = "both"
+    corrected: bool = False
+
+
+# The statistic that each choice leaves out, of layers that have both.
+LEFT_OUT = {"both": "", "inputs": "G", "outputs": "A"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +36,25 @@ class Layout:
     left: str = ""
     right_diagonal: bool = False
 
-    def statistics(self, block: str) -> tuple[StatisticSpec, ...]:
-        """The specs of the statistics, the right one first."""
+    def statistics(
+        self, block: str, sides: str = "both", corrected: bool = False
+    ) -> tuple[StatisticSpec, ...]:
+        """The specs of the chosen statistics: right, left, and S if ``corrected``."""
+        specs = tuple(s for s in self._all(block) if s.kind != LEFT_OUT[sides])
+        if not (corrected and self.left):
+            return specs
+        scale = StatisticSpec(
+            name=f"{block}/S",
+            block=block,
+            kind="S",
+            side="both",
+            stack=self.stack,
+            size=self.rows * self.cols,
+            diagonal=True,
+        )
+        return (*specs, scale)
+
+    def _all(self, block: str) -> tuple[StatisticSpec, ...]:
         right = StatisticSpec(
             name=f"{block}/{self.right}",
             block=block,
@@ -108,6 +131,20 @@ class LayerKind(ABC):
 
         ``g`` is the gradient of the loss as it is: the caller scales the result.
         """
+
+    def scale_moment(
+        self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
+    ) -> Tensor:
+        """The moment S of ``scale="corrected"`` ``(s, m * n)``.
+
+        The sum over examples of the squares of each one's gradient, from the layer's
+        input x and the gradient g at its output, in the bases ``right`` and ``left``
+        (empty: the identity).
+        """
+        raise NotImplementedError(
+            f"Layers of kind {self.name!r} cannot have scale='corrected': their kind "
+            "has no scale_moment."
+        )
 
     @abstractmethod
     def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor, nn
 
 from natgrad.layers.kind import (
@@ -11,7 +12,8 @@ from natgrad.layers.kind import (
     optional_parameter,
     parameter,
 )
-from natgrad.math.statistics import gram, input_moment
+from natgrad.math.examples import linear_gradients, rank_one_squares, squares_in_basis
+from natgrad.math.statistics import gram, input_moment, widen
 
 
 class Linear(Kronecker):
@@ -48,6 +50,18 @@ class Linear(Kronecker):
         want: Collection[str],
     ) -> dict[str, Tensor]:
         return {"G": gram(self._rows(g, mean=False))} if "G" in want else {}
+
+    def scale_moment(
+        self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
+    ) -> Tensor:
+        x, g = widen(x), widen(g)
+        if optional_parameter(module, "bias") is not None:
+            x = torch.cat((x, torch.ones_like(x[..., :1])), -1)
+        if x.dim() == 2 or self.options.loss == "tokens":
+            x, g = x.flatten(0, -2), g.flatten(0, -2)
+            return rank_one_squares(x, g, right, left)
+        gradients = linear_gradients(x.flatten(1, -2), g.flatten(1, -2))
+        return squares_in_basis(gradients, right, left)
 
     def _rows(self, x: Tensor, *, mean: bool) -> Tensor:
         if self.options.sharing == "reduce" and x.dim() > 2:

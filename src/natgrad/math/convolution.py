@@ -113,22 +113,22 @@ def _patch_blocks(x: Tensor, geometry: ConvGeometry) -> Iterator[Tensor]:
     line = x.shape[1] * geometry.taps * math.prod(outputs[1:])
     lines = max(1, products.BLOCK_BYTES // (line * sum_dtype(x).itemsize))
     for block in torch.split(x, max(1, lines // outputs[0])):
-        windows = _windows(pad(block.to(sum_dtype(x)), geometry.padding), geometry)
-        for part in torch.split(windows, lines, dim=2 + geometry.dims):
+        views = windows(pad(block.to(sum_dtype(x)), geometry.padding), geometry)
+        for part in torch.split(views, lines, dim=2 + geometry.dims):
             yield part.movedim(0, 1 + geometry.dims)
 
 
-def _windows(padded: Tensor, geometry: ConvGeometry) -> Tensor:
+def windows(padded: Tensor, geometry: ConvGeometry) -> Tensor:
     """View (N, C, *kernel, *outputs) of the patches of an image already padded."""
-    windows = padded
+    views = padded
     for dim, (reach, stride) in enumerate(
         zip(geometry.reach, geometry.stride, strict=True)
     ):
-        windows = windows.unfold(2 + dim, reach + 1, stride)
+        views = views.unfold(2 + dim, reach + 1, stride)
     taken = (slice(None, None, d) for d in geometry.dilation)
     dims = range(2, 2 + geometry.dims)
     last = range(2 + geometry.dims, 2 + 2 * geometry.dims)
-    return windows[(..., *taken)].permute(0, 1, *last, *dims)
+    return views[(..., *taken)].permute(0, 1, *last, *dims)
 
 
 def _autocorrelation(x: Tensor, geometry: ConvGeometry) -> Tensor:
@@ -208,8 +208,8 @@ def _with_bias(moment: Tensor, x: Tensor, geometry: ConvGeometry) -> Tensor:
 def _patch_sums(x: Tensor, geometry: ConvGeometry) -> Tensor:
     """Sum of all patches (g, n), of the sum over examples."""
     total = x.sum(0, keepdim=True, dtype=sum_dtype(x))
-    windows = _windows(pad(total, geometry.padding), geometry)
-    return windows.flatten(2 + geometry.dims).sum(-1).view(geometry.groups, -1)
+    views = windows(pad(total, geometry.padding), geometry)
+    return views.flatten(2 + geometry.dims).sum(-1).view(geometry.groups, -1)
 
 
 def _check_input(x: Tensor, geometry: ConvGeometry, method: str) -> None:

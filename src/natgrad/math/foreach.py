@@ -15,6 +15,11 @@ def scale_(xs: Sequence[Tensor], factor: float) -> None:
     torch._foreach_mul_(list(xs), factor)
 
 
+def scaled(xs: Sequence[Tensor], factor: float) -> list[Tensor]:
+    """``factor x``."""
+    return list(torch._foreach_mul(list(xs), factor))
+
+
 def multiply_(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
     """``x <- x * factor``, each with its own factor."""
     torch._foreach_mul_(list(xs), list(factors))

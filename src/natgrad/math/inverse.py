@@ -45,11 +45,29 @@ def damped_inverses(
     matrices: Sequence[Tensor], dampings: Sequence[float]
 ) -> list[Tensor | InverseError]:
     """``(X + damping I)^-1`` of stacks ``(s, n, n)`` or diagonals ``(s, n)``."""
-    results = _first_rung(matrices, dampings)
+    return _damped(_inverse, matrices, dampings)
+
+
+def damped_roots(
+    matrices: Sequence[Tensor], dampings: Sequence[float]
+) -> list[Tensor | InverseError]:
+    """Upper triangular W with ``W W^T = (X + damping I)^-1``, by Cholesky.
+
+    Of stacks ``(s, n, n)``; of diagonals ``(s, n)`` the diagonal of W.
+    """
+    return _damped(_root, matrices, dampings)
+
+
+def _damped(
+    attempt: Callable[[Tensor, Tensor], Tensor],
+    matrices: Sequence[Tensor],
+    dampings: Sequence[float],
+) -> list[Tensor | InverseError]:
+    results = _first_rung(attempt, matrices, dampings)
     fine = [_finite(x) for x in results]
     verdicts = torch.stack(fine).tolist() if fine else []
     return [
-        result if ok else _climb(_inverse, matrix, damping)
+        result if ok else _climb(attempt, matrix, damping)
         for result, ok, matrix, damping in zip(
             results, verdicts, matrices, dampings, strict=True
         )
@@ -76,7 +94,11 @@ def damped_from_eigen(vectors: Tensor, values: Tensor, damping: float) -> Tensor
     return (vectors * reciprocal.unsqueeze(1)) @ vectors.mT
 
 
-def _first_rung(matrices: Sequence[Tensor], dampings: Sequence[float]) -> list[Tensor]:
+def _first_rung(
+    attempt: Callable[[Tensor, Tensor], Tensor],
+    matrices: Sequence[Tensor],
+    dampings: Sequence[float],
+) -> list[Tensor]:
     results: list[Tensor] = [x.new_empty(0) for x in matrices]
     for members in _batches(matrices):
         several = len(members) > 1
@@ -85,7 +107,7 @@ def _first_rung(matrices: Sequence[Tensor], dampings: Sequence[float]) -> list[T
         shifts = joined.new_tensor(
             [dampings[i] for i in members for _ in range(len(matrices[i]))]
         )
-        inverses = _inverse(joined, shifts)
+        inverses = attempt(joined, shifts)
         parts = inverses.split([len(matrices[i]) for i in members])
         for i, part in zip(members, parts, strict=True):
             results[i] = part
@@ -126,12 +148,32 @@ def _inverse(matrix: Tensor, damping: Tensor) -> Tensor:
     return inverse
 
 
+def _root(matrix: Tensor, damping: Tensor) -> Tensor:
+    """One rung of `damped_roots`, as `_inverse` is of the inverses."""
+    if matrix.dim() == 2:
+        return (matrix + damping.unsqueeze(1)).rsqrt()
+    damped = matrix.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping.unsqueeze(1))
+    factor, info = torch.linalg.cholesky_ex(damped)
+    bad = (info != 0).unsqueeze(1)
+    factor.diagonal(dim1=-2, dim2=-1).masked_fill_(bad, 1.0)
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    root = torch.linalg.solve_triangular(
+        factor, identity.expand_as(factor), upper=False
+    ).mT.contiguous()
+    root.diagonal(dim1=-2, dim2=-1).masked_fill_(bad, torch.nan)
+    return root
+
+
 def _two_by_two(x: Tensor) -> Tensor:
     """The closed form of SP-NGD, eq. 17, for a stack ``(s, 2, 2)``."""
+    # of entries up to 1: the determinant of others may be beyond the dtype
+    scale = x.abs().amax((1, 2), keepdim=True)
+    x = x / scale
     a, b, c, d = x[:, 0, 0], x[:, 0, 1], x[:, 1, 0], x[:, 1, 1]
     adjugate = torch.stack((d, -b, -c, a), dim=-1).reshape(-1, 2, 2)
     determinant = (a * d - b * c).reshape(-1, 1, 1)
-    return torch.where(determinant > 0, adjugate / determinant, torch.nan)
+    return torch.where(determinant > 0, adjugate / determinant / scale, torch.nan)
 
 
 def _eigh(matrix: Tensor, damping: Tensor) -> Inverse:
@@ -143,7 +185,8 @@ def _eigh(matrix: Tensor, damping: Tensor) -> Inverse:
         shifted.diagonal(dim1=-2, dim2=-1).add_(damping.unsqueeze(1))
     values, vectors = torch.linalg.eigh(shifted)
     # The jitter only perturbs the solver: it is taken out of the eigenvalues again.
-    return vectors, values - damping.unsqueeze(1)
+    # In one memory layout, also after a gather: products then round alike.
+    return vectors.contiguous(), values - damping.unsqueeze(1)
 
 
 def _climb(

@@ -8,6 +8,8 @@ from torch import Tensor
 from natgrad.math.inverse import Inverse
 
 RESCALE_EPS = 1e-9
+# Cosines below so many units of rounding have no sign that could be trusted.
+RIGHT_ANGLE = 4.0
 
 
 def multiply_right(gradient: Tensor, inverse: Tensor) -> Tensor:
@@ -24,12 +26,6 @@ def multiply_left(gradient: Tensor, inverse: Tensor) -> Tensor:
     return inverse @ gradient
 
 
-def apply_inverses(gradient: Tensor, right: Inverse, left: Inverse | None) -> Tensor:
-    """``G^-1 V A^-1`` (Pauloski et al., eq. 12); ``V F^-1`` with no left factor."""
-    result = multiply_right(gradient, right[0])
-    return result if left is None else multiply_left(result, left[0])
-
-
 def apply_eigen(
     gradient: Tensor, right: Inverse, left: Inverse, damping: float
 ) -> Tensor:
@@ -44,6 +40,20 @@ def apply_eigen(
     floor = 0.0 if damping else _rounding(curvature)
     scaled = torch.where(curvature > floor, rotated / curvature, 0.0)
     return _rotate(scaled, q_left, _transposed(q_right))
+
+
+def descending(gradient: Tensor, update: Tensor) -> Tensor:
+    """The update, or the gradient itself where rounding has turned it uphill.
+
+    Preconditioning is positive definite, but not always in floating point: a curvature
+    of 1e24 over a damping of 1e-12 is beyond any dtype. So it is if the update is not
+    finite, or at a right angle up to rounding: it is noise then, of either sign.
+    Decided without synchronisation, and alike wherever the tensors are.
+    """
+    g, u = gradient.flatten(), update.flatten()
+    product = torch.dot(g, u)
+    noise = RIGHT_ANGLE * torch.finfo(g.dtype).eps * g.norm() * u.norm()
+    return torch.where((product > noise) & product.isfinite(), update, gradient)
 
 
 def _rounding(curvature: Tensor) -> Tensor:

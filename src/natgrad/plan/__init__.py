@@ -1,10 +1,11 @@
 """Who owns, who works and what moves: pure data, made from shapes alone."""
 
+from natgrad.plan.choice import Choice, choose_strategy
 from natgrad.plan.cost import CostModel
 from natgrad.plan.exchange import EXCHANGES, Exchange, Item
 from natgrad.plan.plan import Plan, make_plan
-from natgrad.plan.predict import Choice, choose_strategy
-from natgrad.plan.profile import HardwareProfile, load_profile
+from natgrad.plan.profile import HardwareProfile
+from natgrad.plan.profile_file import load_profile
 from natgrad.plan.spec import BlockSpec, StatisticSpec
 from natgrad.plan.strategies import (
     PLACEMENTS,

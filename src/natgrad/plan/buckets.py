@@ -20,6 +20,9 @@ from itertools import groupby
 from natgrad.plan.exchange import Exchange, Item
 from natgrad.plan.strategies import Ranks
 
+BUCKETS = 8
+LEAST_BUCKET = 2**16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parcel:
@@ -86,6 +89,16 @@ class Bucket:
             return self.elements, self.elements
         others = self.elements - mine
         return (others, mine) if self.kind == "reduce" else (mine, others)
+
+
+def bucket_limit(exchange: Exchange, names: Iterable[str], most: int) -> int:
+    """Elements a bucket of these items may have, if ``most`` is what the user allows.
+
+    A small model's items would all fit in one bucket, which leaves when the backward
+    is over: an exchange has at least `BUCKETS` of them unless they would be tiny.
+    """
+    whole = exchange.elements(tuple(names))
+    return min(max(1, most), max(whole // BUCKETS, LEAST_BUCKET))
 
 
 def make_buckets(

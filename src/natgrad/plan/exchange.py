@@ -149,6 +149,11 @@ def derive_exchanges(
     """
     everyone = tuple(range(world))
     statistics = [spec for block in blocks for spec in block.statistics]
+    # a second moment in the eigenbases (S) is estimated on every rank
+    everywhere = {s.block for s in statistics if s.kind == "S"}
+    needed = {
+        b.name: everyone if b.name in everywhere else workers[b.name] for b in blocks
+    }
     items = {
         "reduce_statistics": [
             _item(s.name, s.packed, everyone, (owners[s.name],)) for s in statistics
@@ -159,9 +164,9 @@ def derive_exchanges(
             if gradients == "own"
         ],
         "share_inverses": [
-            _item(s.name, size, (owners[s.name],), workers[s.block])
+            _item(s.name, size, (owners[s.name],), needed[s.block])
             for s, size in ((s, inverse_elements(s, inverse)) for s in statistics)
-            if workers[s.block] != (owners[s.name],)
+            if needed[s.block] != (owners[s.name],)
         ],
         "share_updates": [
             _item(b.name, b.elements, workers[b.name], everyone)

@@ -71,6 +71,15 @@ class Plan:
         """Bytes of all statistics as held: whole matrices in float32."""
         return FLOAT_BYTES * sum(spec.elements for spec in self.statistics)
 
+    def keepers(self, block: str) -> Ranks:
+        """The ranks that have a block's inverses: its workers, or all if it has an S.
+
+        Every rank estimates S in the eigenbases of A and G.
+        """
+        if f"{block}/S" in self.owners:
+            return tuple(range(self.world))
+        return self.workers[block]
+
     def check(self) -> None:
         """Raise ValueError unless every rank gets what it needs, exactly once."""
         _check_ranks(self)

@@ -1,4 +1,4 @@
-"""Modelled seconds of a plan's exchanges, and the strategy they speak for.
+"""Modelled seconds of a plan's phases.
 
 The formulas are those of `profile`; a step is taken phase by phase, without overlap.
 ``natgrad simulate`` adds the overlap.
@@ -7,22 +7,18 @@ The formulas are those of `profile`; a step is taken phase by phase, without ove
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+from natgrad.plan.buckets import Bucket, bucket_limit, make_buckets
 from natgrad.plan.exchange import Exchange, Item
-from natgrad.plan.plan import FLOAT_BYTES, Plan, make_plan
-from natgrad.plan.profile import HardwareProfile
-from natgrad.plan.spec import BlockSpec
-from natgrad.plan.strategies import Strategy, find_strategy
+from natgrad.plan.plan import FLOAT_BYTES, Plan
+from natgrad.plan.profile import Collective, HardwareProfile
 
-CANDIDATES = (
-    "factor_wise",
-    "hybrid(0.5)",
-    "hybrid(0.25)",
-    "hybrid(0.125)",
-    "layer_wise",
-)
 Weights = Mapping[str, float]
+
+BUCKET_BYTES = 25 * 2**20
+"""The default of `CommOptions.bucket_bytes`."""
+AGREEMENTS = 2
+"""Small sums that all ranks wait for in every step: the verdict and the KL clip."""
 
 
 def exchange_seconds(
@@ -47,6 +43,8 @@ def exchange_seconds(
     sizes = [(item, size) for item, size in sizes if size > 0]
     if plan.world == 1 or not sizes:
         return 0.0
+    if is_measured(profile, plan.world):
+        return _measured(exchange, sizes, profile, element_bytes)
     return (
         _reduced(exchange, sizes, profile)
         if exchange.reduces
@@ -95,142 +93,97 @@ def _columns(
     return profile.move_strided(size, len(ranks), -(-world // len(ranks)))
 
 
-def slowest(plan: Plan) -> tuple[float, float]:
-    """Seconds of the slowest rank's inversions, and of its preconditioning."""
-    invert: dict[int, float] = {}
+def is_measured(profile: HardwareProfile, world: int) -> bool:
+    """Whether exchanges between all ranks of this world were measured."""
+    return profile.collective("reduce", world) is not None
+
+
+def _measured(
+    exchange: Exchange,
+    sizes: Sequence[tuple[Item, float]],
+    profile: HardwareProfile,
+    element_bytes: int,
+) -> float:
+    """The buckets that the library sends, each for what was measured.
+
+    Groups of some of the ranks work side by side: the rank with the most to do counts.
+    """
+    names = [item.name for item, _ in sizes]
+    limit = bucket_limit(exchange, names, BUCKET_BYTES // element_bytes)
+    first, second = make_buckets(exchange, names, limit)
+    size = {item.name: size for item, size in sizes}
+    busy = [0.0] * exchange.world
+    for bucket in first + second:
+        if len(bucket.ranks) > 1:
+            seconds = _bucket_seconds(bucket, size, profile, exchange.world)
+            for rank in bucket.ranks:
+                busy[rank] += seconds
+    kinds = {bucket.kind for bucket in first}
+    begin = [nearest(profile, kind, exchange.world).begin for kind in kinds]
+    return max(begin, default=0.0) + max(busy)
+
+
+def _bucket_seconds(
+    bucket: Bucket, size: Weights, profile: HardwareProfile, world: int
+) -> float:
+    ranks, items = len(bucket.ranks), len(bucket.parcels)
+    calls = 1 if bucket.kind == "all_reduce" else len(bucket.segments)
+    moved = sum(size[parcel.name] for parcel in bucket.parcels)
+    # Other groups use the same cores meanwhile.
+    crowd = profile.slowdown(world) / profile.slowdown(ranks)
+    return crowd * nearest(profile, bucket.kind, ranks)(calls, items, moved)
+
+
+def nearest(profile: HardwareProfile, kind: str, ranks: int) -> Collective:
+    """What was measured of this kind between the nearest number of ranks."""
+    found = [c for c in profile.collectives if c.kind == kind]
+    if not found:
+        return Collective(kind=kind, ranks=ranks)
+    return min(found, key=lambda c: (abs(c.ranks - ranks), c.ranks))
+
+
+def agree_seconds(profile: HardwareProfile, world: int) -> float:
+    """Seconds of one small sum that all ranks wait for; 0 if it was not measured."""
+    return nearest(profile, "agree", world).begin if world > 1 else 0.0
+
+
+def loads(plan: Plan) -> tuple[list[float], list[float]]:
+    """Seconds of each rank's inversions, and of its preconditioning, alone."""
+    invert, apply = [0.0] * plan.world, [0.0] * plan.world
     for spec in plan.statistics:
-        rank = plan.owners[spec.name]
-        invert[rank] = invert.get(rank, 0.0) + plan.cost.invert(spec)
-    apply: dict[int, float] = {}
+        invert[plan.owners[spec.name]] += plan.cost.invert(spec)
     everyone = 0.0
     for block in plan.blocks:
-        ranks = plan.workers[block.name]
-        seconds = plan.cost.precondition(block)
+        ranks, seconds = plan.workers[block.name], plan.cost.precondition(block)
         if len(ranks) == plan.world:
             everyone += seconds
             continue
         for rank in ranks:
-            apply[rank] = apply.get(rank, 0.0) + seconds
-    return max(invert.values(), default=0.0), everyone + max(
-        apply.values(), default=0.0
-    )
+            apply[rank] += seconds
+    return invert, [everyone + seconds for seconds in apply]
 
 
 def added_seconds(
     plan: Plan, profile: HardwareProfile, statistics: float, inverses: float
 ) -> dict[str, float]:
-    """Mean seconds a step that a plan adds, by phase.
+    """Mean seconds a step that a plan adds to forward and backward, by phase.
 
     Statistics are reduced every ``statistics`` steps, inverted every ``inverses``.
+    Estimating them is not in it.
     """
-    invert, precondition = slowest(plan)
-    scale = profile.slowdown(plan.world)
+    invert, precondition = (max(profile.finish(each)) for each in loads(plan))
+    own = profile.slowdown(plan.world) * profile.block * len(plan.blocks)
+    agree = agree_seconds(profile, plan.world)
+
+    def moved(name: str) -> float:
+        return exchange_seconds(plan, name, profile)
+
     return {
-        "reduce_statistics": exchange_seconds(plan, "reduce_statistics", profile)
-        / statistics,
-        "invert": scale * invert / inverses,
-        "share_inverses": exchange_seconds(plan, "share_inverses", profile) / inverses,
-        "precondition": scale * precondition,
-        "reduce_gradients": exchange_seconds(plan, "reduce_gradients", profile),
-        "share_updates": exchange_seconds(plan, "share_updates", profile),
+        "reduce_statistics": moved("reduce_statistics") / statistics,
+        "invert": (invert + agree) / inverses,
+        "share_inverses": moved("share_inverses") / inverses,
+        "precondition": precondition,
+        "reduce_gradients": moved("reduce_gradients"),
+        "share_updates": moved("share_updates"),
+        "overhead": own + AGREEMENTS * agree,
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The strategy chosen, why, and what it costs.
-
-    Attributes:
-        strategy: Its name, as `find_strategy` takes it.
-        reasons: A readable account: every candidate's seconds a step by phase.
-        overhead: Predicted seconds a step over SGD's, as a fraction of SGD's; added
-            seconds over SGD's exchange alone when ``compute`` is not known.
-        seconds: Mean seconds a step added to forward and backward, by candidate.
-    """
-
-    strategy: str
-    reasons: str
-    overhead: float
-    seconds: Mapping[str, float]
-
-
-def choose_strategy(
-    specs: Sequence[BlockSpec],
-    world: int,
-    profile: HardwareProfile,
-    *,
-    statistics: float = 10,
-    inverses: float = 100,
-    inverse: str = "eigen",
-    gradients: str = "own",
-    compute: float = 0.0,
-    estimate: float = 0.0,
-    placement: str = "longest_first",
-    candidates: Sequence[str | Strategy] = CANDIDATES,
-) -> Choice:
-    """The candidate with the least mean seconds a step on this machine.
-
-    Args:
-        specs: The model's blocks.
-        world: Number of ranks.
-        profile: The machine.
-        statistics, inverses: Steps between estimates, and between inversions.
-        inverse: "eigen" or "factored".
-        gradients: "own", or "ddp" if all ranks have the mean already.
-        compute: Seconds of a forward and a backward pass on one rank.
-        estimate: Seconds of estimating all statistics once on one rank.
-        placement: As in `make_plan`.
-        candidates: The strategies to compare, the preferred one first.
-    """
-    if not candidates:
-        raise ValueError("Invalid candidates=(). Must name at least one strategy.")
-    cost = profile.cost(inverse)
-    phases: dict[str, dict[str, float]] = {}
-    for each in candidates:
-        plan = make_plan(
-            specs,
-            world=world,
-            strategy=each,
-            placement=placement,
-            costs=cost,
-            gradients=gradients,
-            inverse=inverse,
-        )
-        phases[find_strategy(each).name] = added_seconds(
-            plan, profile, statistics, inverses
-        )
-    sizes = FLOAT_BYTES * sum(block.elements for block in specs)
-    sgd = 2 * profile.move(sizes, world)
-    # DDP's all-reduce is part of every candidate as it is of SGD.
-    common = (sgd if gradients == "ddp" else 0.0) + estimate / statistics
-    totals = {name: common + sum(parts.values()) for name, parts in phases.items()}
-    best = min(totals, key=lambda name: totals[name])
-    base = compute + sgd
-    overhead = (totals[best] - sgd) / base if base else 0.0
-    return Choice(
-        strategy=best,
-        reasons=_reasons(best, totals, phases, overhead, profile, world),
-        overhead=overhead,
-        seconds=totals,
-    )
-
-
-def _reasons(
-    best: str,
-    totals: Weights,
-    phases: Mapping[str, Weights],
-    overhead: float,
-    profile: HardwareProfile,
-    world: int,
-) -> str:
-    heads = list(phases[best])
-    width = max(len(name) for name in totals) + 1
-    rows = [
-        f"{best} on {world} ranks of {profile.name}: {1e3 * totals[best]:.3g} ms a "
-        f"step beside forward and backward, {100 * overhead:+.1f}% over SGD",
-        f"{'ms a step':<{width}}{'total':>10}" + "".join(f"{h:>19}" for h in heads),
-    ]
-    for name in sorted(totals, key=lambda name: totals[name]):
-        cells = "".join(f"{1e3 * phases[name][h]:>19.3f}" for h in heads)
-        rows.append(f"{name:<{width}}{1e3 * totals[name]:>10.3f}{cells}")
-    return "\n".join(rows)

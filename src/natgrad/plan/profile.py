@@ -7,21 +7,23 @@ them. Moving ``b`` bytes through g ranks a node on N nodes, one way, takes ::
   + (N - 1)/N b / between.bandwidth + steps(N) between.latency
 
 where ``between.bandwidth`` is a node's and steps(k) is k - 1 on a ring and
-ceil(log2 k) on a tree. An all-reduce goes both ways.
+ceil(log2 k) on a tree. An all-reduce goes both ways. Where exchanges were measured
+between so many ranks (``collectives``), that takes the formula's place.
+
+Ranks on one node may share cores. ``crowding`` says how many times slower each of k
+ranks computes; when some are done before others, the rest go on faster.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
 
 from natgrad.plan.cost import CostModel
 
 ALGORITHMS = ("ring", "tree")
+COLLECTIVES = ("reduce", "all_reduce", "gather", "agree")
 
 
 def _require(owner: str, *, above: float | None = None, **values: float) -> None:
@@ -65,7 +67,9 @@ class Link:
 class ModelTimes:
     """One model's own seconds on one rank, as measured at ``batch`` examples.
 
-    ``statistics`` is estimating all of them once, ``update`` the optimizer's step.
+    ``statistics`` is estimating all of them once, ``invert`` inverting and
+    ``precondition`` applying all of them once, ``overhead`` what else a step of the
+    library takes, ``update`` the optimizer's own step. Zero: not measured.
     """
 
     batch: int
@@ -73,10 +77,43 @@ class ModelTimes:
     backward: float
     statistics: float
     update: float = 0.0
+    invert: float = 0.0
+    precondition: float = 0.0
+    overhead: float = 0.0
 
     def __post_init__(self) -> None:
         _require("times", above=0.0, batch=self.batch, forward=self.forward)
-        _require("times", statistics=self.statistics, backward=self.backward)
+        rest = {f.name: getattr(self, f.name) for f in fields(self)}
+        _require("times", **rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """Measured seconds of one kind of exchange between ``ranks`` ranks of a node.
+
+    An exchange takes ``begin``, and ``call`` more for each collective in it, ``item``
+    for each tensor and ``byte`` for each byte of its buckets. ``kind`` is "reduce"
+    (sums to one rank each), "all_reduce", "gather" (from one rank each) or "agree" (a
+    small sum that all ranks wait for: ``begin`` alone).
+    """
+
+    kind: str
+    ranks: int
+    begin: float = 0.0
+    call: float = 0.0
+    item: float = 0.0
+    byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in COLLECTIVES:
+            raise ValueError(f"Invalid kind={self.kind!r}. Must be in {COLLECTIVES}.")
+        _require("collective", above=1, ranks=self.ranks)
+        times = {"begin": self.begin, "call": self.call}
+        _require("collective", item=self.item, byte=self.byte, **times)
+
+    def __call__(self, calls: int, items: int, size: float) -> float:
+        """Seconds of one exchange, but for ``begin``."""
+        return self.call * calls + self.item * items + self.byte * size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +124,23 @@ class HardwareProfile:
         name, source: What it is and where its numbers are from.
         flop, conv_flop, statistics_flop: Seconds a floating-point operation of a
             product, of a convolution and of a statistic.
+        conv_statistics_flop: The same of a convolution's input statistic, counted as
+            by im2col; None: as ``statistics_flop``.
         layer: Seconds of overhead a layer and pass.
+        statistic, apply, block: Seconds of the library's own overhead for each
+            statistic estimated, for each block that a rank preconditions, and for each
+            block on every rank in every step.
         step: Seconds of every step outside the model: loader, host, framework.
         element: Seconds an element of an element-wise pass, such as the update.
         eigen, cholesky: Decomposition, and damped inverse, of one matrix.
         ranks_per_node, inside, between: Ranks share a node's link to other nodes.
         algorithm: "ring" or "tree".
-        contention: Ranks that compute together slow each other: seconds are
-            multiplied by 1 + contention (k - 1) with k ranks on a node.
+        crowding: The k-th number, >= 1, multiplies a rank's compute seconds while k
+            ranks of its node compute. Beyond the last it grows in proportion to k; ()
+            means that ranks do not share cores.
+        overlap: Share of an exchange that runs beside compute, in [0, 1]; 0 where the
+            same cores do both.
+        collectives: Measured exchanges between ranks of one node.
         models: Seconds of whole models by name; used in place of flops.
     """
 
@@ -103,7 +149,11 @@ class HardwareProfile:
     flop: float = 2e-11
     conv_flop: float = 2e-11
     statistics_flop: float = 2e-11
+    conv_statistics_flop: float | None = None
     layer: float = 2e-5
+    statistic: float = 0.0
+    apply: float = 0.0
+    block: float = 0.0
     step: float = 0.0
     element: float = 1e-9
     eigen: Curve = field(default_factory=lambda: Curve(call=2e-5, cube=8.2e-11))
@@ -112,15 +162,21 @@ class HardwareProfile:
     inside: Link = field(default_factory=lambda: Link(latency=5e-5, bandwidth=2e9))
     between: Link = field(default_factory=lambda: Link(latency=5e-5, bandwidth=1e9))
     algorithm: str = "ring"
-    contention: float = 0.0
+    crowding: tuple[float, ...] = ()
+    overlap: float = 1.0
+    collectives: tuple[Collective, ...] = ()
     models: Mapping[str, ModelTimes] = field(default_factory=dict[str, ModelTimes])
 
     def __post_init__(self) -> None:
         numbers = {f.name: getattr(self, f.name) for f in fields(self)}
         positive = ("flop", "conv_flop", "statistics_flop", "ranks_per_node")
         _require("profile", above=0.0, **{k: numbers[k] for k in positive})
-        rest = ("layer", "step", "element", "contention")
+        rest = ("layer", "step", "element", "statistic", "apply", "block", "overlap")
         _require("profile", **{k: numbers[k] for k in rest})
+        if self.overlap > 1:
+            raise ValueError(f"Invalid overlap={self.overlap}. Must be in [0, 1].")
+        if any(not 1 <= value < float("inf") for value in self.crowding):
+            raise ValueError(f"Invalid crowding={self.crowding}. Must be >= 1 each.")
         if self.algorithm not in ALGORITHMS:
             raise ValueError(
                 f"Invalid algorithm={self.algorithm!r}. Must be one of {ALGORITHMS}."
@@ -136,7 +192,7 @@ class HardwareProfile:
             factored_cubic=self.cholesky.cube,
             factored_square=self.cholesky.square,
             invert_call=curve.call,
-            call=self.layer,
+            call=self.layer + self.apply,
             element=self.element,
             flop=self.flop,
         )
@@ -148,7 +204,39 @@ class HardwareProfile:
 
     def slowdown(self, world: int) -> float:
         """Factor on compute seconds when all ranks of a node compute."""
-        return 1 + self.contention * (self.nodes(world)[0] - 1)
+        return self._crowd(self.nodes(world)[0])
+
+    def _crowd(self, ranks: int) -> float:
+        known = len(self.crowding)
+        if not known or ranks == 0:
+            return 1.0
+        return self.crowding[min(ranks, known) - 1] * max(1.0, ranks / known)
+
+    def finish(self, loads: Sequence[float]) -> list[float]:
+        """When each rank is done with its seconds of compute, all starting at once.
+
+        ``loads`` are of all ranks in order, each in seconds of a rank that computes
+        alone. The ranks of a node share its cores: with k of them left, each needs
+        ``crowding[k - 1]`` seconds for a second's work.
+        """
+        if not self.crowding:
+            return list(loads)
+        ends = [0.0] * len(loads)
+        inside = self.nodes(len(loads))[0]
+        for first in range(0, len(loads), inside):
+            node = range(first, min(first + inside, len(loads)))
+            now, done, left = 0.0, 0.0, sum(loads[rank] > 0 for rank in node)
+            for rank in sorted(node, key=lambda rank: loads[rank]):
+                if loads[rank] <= 0:
+                    continue
+                now += (loads[rank] - done) * self._crowd(left)
+                ends[rank], done, left = now, loads[rank], left - 1
+        return ends
+
+    def collective(self, kind: str, ranks: int) -> Collective | None:
+        """What was measured of this kind between so many ranks of a node, if it was."""
+        found = (c for c in self.collectives if (c.kind, c.ranks) == (kind, ranks))
+        return next(found, None)
 
     def move(self, size: float, ranks: int, calls: int = 1) -> float:
         """Seconds to reduce-scatter or all-gather ``size`` bytes over neighbours."""
@@ -177,52 +265,3 @@ class HardwareProfile:
         return (
             ranks - 1
         ) / ranks * size / link.bandwidth + calls * steps * link.latency
-
-
-def load_profile(path: Path | str) -> HardwareProfile:
-    """Read a profile that `save_profile` or ``natgrad calibrate`` wrote."""
-    with Path(path).open("rb") as file:
-        return profile_from_dict(tomllib.load(file))
-
-
-def profile_from_dict(data: Mapping[str, Any]) -> HardwareProfile:
-    """A profile from TOML tables; what is missing has its default."""
-    given = dict(data)
-    legal = {f.name for f in fields(HardwareProfile)}
-    if unknown := sorted(set(given) - legal):
-        raise ValueError(f"Unknown in profile: {unknown}. Must be in {sorted(legal)}.")
-    makes = {"eigen": Curve, "cholesky": Curve, "inside": Link, "between": Link}
-    for key, make in makes.items():
-        if key in given:
-            given[key] = make(**given[key])
-    models = given.get("models", {})
-    given["models"] = {name: ModelTimes(**times) for name, times in models.items()}
-    return HardwareProfile(**given)
-
-
-def save_profile(profile: HardwareProfile, path: Path | str) -> None:
-    """Write a profile as TOML."""
-    plain: list[str] = []
-    tables: list[str] = []
-    for each in fields(profile):
-        value = getattr(profile, each.name)
-        if each.name == "models":
-            for name, times in value.items():
-                tables += ["", f'[models."{name}"]', *_lines(times)]
-        elif isinstance(value, Curve | Link):
-            tables += ["", f"[{each.name}]", *_lines(value)]
-        else:
-            plain.append(f"{each.name} = {_literal(value)}")
-    Path(path).write_text("\n".join([*plain, *tables, ""]), encoding="utf-8")
-
-
-def _lines(value: Curve | Link | ModelTimes) -> list[str]:
-    names = [each.name for each in fields(value)]
-    return [f"{name} = {_literal(getattr(value, name))}" for name in names]
-
-
-def _literal(value: str | float) -> str:
-    if isinstance(value, str):
-        text = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
-        return f'"{text}"'
-    return repr(value)

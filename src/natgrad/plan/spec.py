@@ -2,15 +2,16 @@
 
 A block's gradient is a stack ``(s, m, n)``: s independent matrices of m rows
 (outputs) and n columns (inputs, the bias last). A statistic on the right acts on n,
-one on the left on m; it is ``(s, n, n)``, or ``(s, n)`` when diagonal.
+one on the left on m; it is ``(s, n, n)``, or ``(s, n)`` when diagonal. ``S``, the
+second moment in the eigenbases of both, is diagonal with size m * n.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-KINDS = ("A", "G", "unit", "diag", "full")
-SIDES = ("right", "left")
+KINDS = ("A", "G", "S", "unit", "diag", "full")
+SIDES = ("right", "left", "both")
 
 
 def _positive(owner: str, **values: int) -> None:
@@ -63,7 +64,8 @@ class BlockSpec:
     def __post_init__(self) -> None:
         _positive(self.name, stack=self.stack, rows=self.rows, cols=self.cols)
         for spec in self.statistics:
-            size = self.cols if spec.side == "right" else self.rows
+            sizes = {"right": self.cols, "left": self.rows}
+            size = sizes.get(spec.side, self.rows * self.cols)
             if (spec.block, spec.stack, spec.size) != (self.name, self.stack, size):
                 raise ValueError(
                     f"Invalid statistic {spec.name!r} of block {self.name!r}. Must "

@@ -63,10 +63,15 @@ def find_strategy(strategy: str | Strategy) -> Strategy:
         return strategy
     if strategy in STRATEGIES:
         return STRATEGIES[strategy]
-    if match := re.fullmatch(r"hybrid\(([0-9.eE+-]+)\)", strategy.replace(" ", "")):
+    if match := re.fullmatch(
+        r"hybrid\(([0-9.eE+-]+)\)", str(strategy).replace(" ", "")
+    ):
         return hybrid(float(match[1]))
     legal = (*STRATEGIES, "hybrid(f)")
-    raise ValueError(f"Invalid strategy={strategy!r}. Must be one of {legal}.")
+    raise ValueError(
+        f"Invalid strategy={strategy!r}. Must be one of {legal}; KFAC and SPNGD also "
+        "take 'auto'."
+    )
 
 
 def in_turn(jobs: Sequence[Job], loads: Sequence[float]) -> list[int]:

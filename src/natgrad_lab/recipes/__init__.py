@@ -12,6 +12,7 @@ from natgrad_lab.recipes import (
     osawa2020,
     pauloski2020_cifar10,
     pauloski2020_imagenet,
+    text,
 )
 from natgrad_lab.recipes.recipe import Recipe
 
@@ -19,6 +20,7 @@ FILES = (
     digits,
     fashion,
     cifar10,
+    text,
     osawa2019,
     osawa2020,
     ma2019,

@@ -3,6 +3,9 @@
 Ours. `natgrad demo` runs sgd, kfac and spngd of these; each of the three has the best
 of four settings (steps to 97 %, with seed 1, for learning rates and dampings half a
 decade to a decade apart). The other methods have the settings of the larger recipes.
+
+Measured with three seeds, mean best accuracy in % and mean steps to 97 %: sgd 98.5 and
+72, kfac 98.8 and 70, spngd 99.2 and 64 (benchmarks/results/comparison_papers.md).
 """
 
 from dataclasses import replace

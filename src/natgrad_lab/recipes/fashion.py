@@ -1,6 +1,11 @@
 """A ResNet-8 on Fashion-MNIST at batches of 128 and 2,048: minutes on two cores.
 
 Ours: every method of the comparison with the same budget and schedule.
+
+Measured with one seed and nothing tuned, best accuracy in % after half an epoch at
+batch 128 (235 steps) and one at 2,048 (30 steps): muon 88.2 and 79.0, spngd 86.5 and
+78.7, soap 85.0 and 80.5, kfac 84.5 and 77.5, sgd 84.1 and 72.9, adamw 83.6 and 76.8,
+shampoo 83.4 and 75.8. Steps and seconds: benchmarks/results/comparison_methods.md.
 """
 
 from natgrad_lab.recipes.recipe import Recipe

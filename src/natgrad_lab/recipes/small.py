@@ -4,6 +4,7 @@ Two batch sizes: a small one, and one so large that few steps are left.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from natgrad_lab.train.config import CurvatureConfig, OptimizerConfig, RefreshConfig
 
@@ -22,6 +23,7 @@ def rules(large: bool) -> dict[str, Rule]:
     lr = 0.4 if large else 0.1
     kfac = CurvatureConfig(damping=0.03, kl_clip=1e-2, norm="unit")
     spngd = CurvatureConfig(damping=0.03, damping_style="factored", norm="unit")
+    ahead: dict[str, Any] = {"momentum": 0.95, "nesterov": True}
     often = RefreshConfig(statistics=1, inverses=5 if large else 10)
     return {
         "sgd": Rule(optimizer=OptimizerConfig(lr=lr, weight_decay=5e-4)),
@@ -40,8 +42,26 @@ def rules(large: bool) -> dict[str, Rule]:
                 name="soap", lr=1e-2 if large else 3e-3, momentum=0.95, beta2=0.95
             )
         ),
+        "lars": Rule(optimizer=OptimizerConfig(lr=0.1, trust=True, **ahead)),
+        "muon_trust": Rule(
+            optimizer=OptimizerConfig(name="muon", lr=0.1, trust=True, **ahead)
+        ),
+        "soap_trust": Rule(
+            optimizer=OptimizerConfig(
+                name="soap", lr=0.1, trust=True, beta2=0.95, **ahead
+            )
+        ),
+        "polar": Rule(
+            optimizer=OptimizerConfig(name="polar", lr=0.1, **ahead),
+            curvature=CurvatureConfig(damping=1.0, decay=0.8),
+            refresh=RefreshConfig(statistics=5, inverses=5),
+        ),
         "shampoo": Rule(
-            optimizer=OptimizerConfig(name="shampoo", lr=lr, weight_decay=5e-4)
+            # Its momentum mixes plain and preconditioned gradients, which diverges at
+            # any rate, and it stands still until the first roots are there.
+            optimizer=OptimizerConfig(
+                name="shampoo", lr=0.3, momentum=0.0, interval=1, weight_decay=5e-4
+            )
         ),
         "kfac": Rule(
             optimizer=OptimizerConfig(kfac=True, lr=lr, weight_decay=5e-4),

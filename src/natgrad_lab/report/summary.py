@@ -15,11 +15,14 @@ class Reached:
 
     step: int
     seconds: float
+    cpu_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One run in numbers. Accuracies are percentages, seconds count training only."""
+    """One run in numbers. Accuracies are percentages, seconds count training only;
+    ``cpu_seconds`` are the processor's, the ones to compare on a shared machine.
+    """
 
     name: str
     folder: Path
@@ -29,6 +32,7 @@ class Summary:
     last: float | None
     steps: int
     seconds: float
+    cpu_seconds: float
     waiting: float
     reduction: float | None
     reached: dict[float, Reached | None]
@@ -61,6 +65,9 @@ def summarise(folder: Path, targets: Sequence[float] = ()) -> Summary:
         last=accuracies[-1] if accuracies else None,
         steps=max((each["step"] for each in records), default=0),
         seconds=max((each.get("seconds", 0.0) for each in records), default=0.0),
+        cpu_seconds=max(
+            (each.get("cpu_seconds", 0.0) for each in records), default=0.0
+        ),
         waiting=waiting(trains),
         reduction=reduction(trains),
         reached={target: first_reached(tests, target) for target in wanted},
@@ -73,7 +80,11 @@ def first_reached(tests: Sequence[Record], target: float) -> Reached | None:
     """The first evaluation at or above a target."""
     for each in tests:
         if each["accuracy"] >= target:
-            return Reached(step=each["step"], seconds=each["seconds"])
+            return Reached(
+                step=each["step"],
+                seconds=each["seconds"],
+                cpu_seconds=each.get("cpu_seconds", 0.0),
+            )
     return None
 
 

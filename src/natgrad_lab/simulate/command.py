@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.table import Table
@@ -32,7 +32,7 @@ class SimulateCommand:
     input: tuple[int, ...] = ()
     """One example's shape; needed with --import."""
     profile: str = "abci"
-    """abci, frontera, or a file that natgrad calibrate wrote."""
+    """abci, frontera, here (calibrated), or a file that natgrad calibrate wrote."""
     world: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
     """Numbers of ranks."""
     strategies: tuple[str, ...] = ("sgd", "layer_wise", "factor_wise")
@@ -53,6 +53,13 @@ class SimulateCommand:
     """Share of statistics refreshed a step, in place of the intervals (adaptive)."""
     replay: Path | None = None
     """A run whose recorded refreshes are replayed, in place of the intervals."""
+    per_epoch: float | None = None
+    """Inversions an epoch, in place of --inverses, and ten times as many estimates:
+    the interval then follows the batch, as in Pauloski et al. 2020, Figure 7."""
+    epochs: tuple[float, ...] = ()
+    """Epochs to train, one a strategy or one for all: shows hours to train."""
+    examples: int = 1_281_167
+    """Examples in an epoch; ImageNet's."""
     batch_per_rank: int = 32
     """Examples a rank."""
     half: tuple[str, ...] = ()
@@ -81,16 +88,17 @@ def main(arguments: Sequence[str]) -> int:
     """Parse, simulate, print, draw."""
     asked = tyro.cli(SimulateCommand, prog="natgrad simulate", args=list(arguments))
     results = run(asked)
+    hours = hours_of(asked)
     if asked.json:
-        print(json.dumps({"results": [r.to_dict() for r in results]}, indent=1))
+        print(json.dumps({"results": [_row(r, hours) for r in results]}, indent=1))
     else:
-        show(result_table(results))
+        show(result_table(results, hours))
     if asked.figures is not None:
         shown = [r for r in results if r.strategy != "sgd"] or results
         title = f"{asked.model}, {shown[-1].strategy} on {shown[-1].world} ranks"
         paths = [
             gantt(shown[-1].longest, asked.figures / "gantt.png", title),
-            scaling_figure(results, asked.figures / "scaling.png"),
+            scaling_figure(results, asked.figures / "scaling.png", hours=hours),
         ]
         if not asked.json:
             print("figures: " + ", ".join(map(str, paths)))
@@ -103,23 +111,50 @@ def run(asked: SimulateCommand) -> list[Result]:
         raise UserError(f"Invalid world={asked.world}. Must be numbers >= 1.")
     shape = tuple(asked.input) or None
     work = work_of(asked.import_ or asked.model, norm=asked.norm, shape=shape)
-    profile = find_profile(asked.profile)
-    return scaling(work, profile, asked.world, methods_of(asked), conditions_of(asked))
+    profile, conditions = find_profile(asked.profile), conditions_of(asked)
+    return [
+        result
+        for name in asked.strategies
+        for world in asked.world
+        for result in scaling(
+            work, profile, [world], [method_of(asked, name, world)], conditions
+        )
+    ]
 
 
-def methods_of(asked: SimulateCommand) -> list[Method]:
-    """A method a strategy."""
-    method = Method(
+def method_of(asked: SimulateCommand, strategy: str, world: int) -> Method:
+    """What is simulated on so many ranks."""
+    if strategy == "sgd":
+        return SGD
+    return Method(
+        strategy=strategy,
         placement=asked.placement,
         inverse=asked.inverse,
         gradients=asked.gradients,
-        policy=policy_of(asked),
+        policy=policy_of(asked, world),
         split=asked.split,
     )
-    return [
-        SGD if name == "sgd" else replace(method, strategy=name)
-        for name in asked.strategies
-    ]
+
+
+def hours_of(asked: SimulateCommand) -> dict[str, float]:
+    """Hours to train for each second a step, on one rank, by strategy."""
+    names, epochs = asked.strategies, asked.epochs
+    if len(epochs) not in (0, 1, len(names)):
+        raise UserError(
+            f"Invalid epochs={epochs}. Must be one number, or one for each of {names}."
+        )
+    if epochs and (min(epochs) <= 0 or asked.examples < 1):
+        raise UserError("Invalid epochs or examples. Must be > 0.")
+    each = epochs * len(names) if len(epochs) == 1 else epochs
+    steps = asked.examples / asked.batch_per_rank
+    return {name: e * steps / 3600 for name, e in zip(names, each, strict=False)}
+
+
+def _row(result: Result, hours: Mapping[str, float]) -> dict[str, Any]:
+    row = result.to_dict()
+    if result.strategy in hours:
+        row["hours"] = hours[result.strategy] * result.seconds / result.world
+    return row
 
 
 def conditions_of(asked: SimulateCommand) -> Conditions:
@@ -136,25 +171,37 @@ def conditions_of(asked: SimulateCommand) -> Conditions:
     )
 
 
-def policy_of(asked: SimulateCommand) -> Policy:
+def policy_of(asked: SimulateCommand, world: int) -> Policy:
     """The refresh policy: recorded, adaptive with a given rate, or by intervals."""
     if asked.replay is not None:
         return replay(asked.replay)
     if asked.reduction is not None:
         return reduced(asked.reduction)
+    if asked.per_epoch is not None:
+        if asked.per_epoch <= 0:
+            raise UserError(f"Invalid per_epoch={asked.per_epoch}. Must be > 0.")
+        steps = asked.examples / (asked.batch_per_rank * world)
+        interval = max(1, round(steps / asked.per_epoch))
+        return every(max(1, round(interval / 10)), interval)
     return every(asked.statistics, asked.inverses)
 
 
-def result_table(results: Sequence[Result]) -> Table:
+def result_table(
+    results: Sequence[Result], hours: Mapping[str, float] | None = None
+) -> Table:
     """A row a strategy and world, with the phases of the critical chain."""
+    hours = hours or {}
     phases = list(dict.fromkeys(p for r in results for p in r.phases))
     table = Table(title="milliseconds a step, by phase of the critical chain")
-    for title in ("strategy", "ranks", "step", "of SGD", *phases):
+    spent = ("hours",) if hours else ()
+    for title in ("strategy", "ranks", "step", "of SGD", *spent, *phases):
         table.add_column(title, justify="left" if title == "strategy" else "right")
     sgd = {r.world: r.seconds for r in results if r.strategy == "sgd"}
     for each in results:
         over = f"{each.seconds / sgd[each.world]:.2f}" if each.world in sgd else ""
         cells = [f"{1e3 * each.phases.get(p, 0.0):.2f}" for p in phases]
+        if hours:
+            cells.insert(0, f"{_row(each, hours)['hours']:.2f}")
         step = f"{1e3 * each.seconds:.1f}"
         table.add_row(each.strategy, str(each.world), step, over, *cells)
     return table

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.table import Table
 
-from natgrad.plan import Plan, make_plan
+from natgrad.plan import Choice, HardwareProfile, Plan, choose_strategy, make_plan
 from natgrad.plan.describe import size_text
 from natgrad.plan.split import loads_of, lower_bound, split_large
 from natgrad_lab.errors import UserError
@@ -40,13 +40,17 @@ class PlanCommand:
     world: int = 8
     """Number of ranks."""
     strategy: str = "factor_wise"
-    """spngd, layer_wise, factor_wise or hybrid(f)."""
+    """spngd, layer_wise, factor_wise, hybrid(f), or auto: what the profile says."""
     placement: str = "longest_first"
     """longest_first or round_robin."""
     norm: Norm = "unit"
     """Statistic of normalisation layers."""
     inverse: Literal["eigen", "factored"] = "eigen"
     """Eigendecomposition or Cholesky."""
+    statistics: int = 10
+    """Steps between estimates, for auto."""
+    inverses: int = 100
+    """Steps between inversions, for auto."""
     gradients: Literal["own", "ddp"] = "own"
     """Who averages gradients: the library, or DDP."""
     batch_per_rank: int = 32
@@ -54,7 +58,7 @@ class PlanCommand:
     memory: str | None = None
     """Fail if a rank needs more: 16G."""
     profile: str | None = None
-    """abci, frontera or a calibrated file; None: the library's constants."""
+    """abci, frontera, here, or a calibrated file; None: the library's constants."""
     split: bool = False
     """Also plan to divide factors larger than a fair share (planned, not executed)."""
     json: bool = False
@@ -68,14 +72,14 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"Invalid batch_per_rank={asked.batch_per_rank}. Must be >= 1.")
     shape = tuple(asked.input) or None
     work = work_of(asked.import_ or asked.model, norm=asked.norm, shape=shape)
+    profile = find_profile(asked.profile) if asked.profile else None
+    choice = _choose(asked, work, profile) if asked.strategy == "auto" else None
     plan = make_plan(
         work.specs,
         world=asked.world,
-        strategy=asked.strategy,
+        strategy=choice.strategy if choice else asked.strategy,
         placement=asked.placement,
-        costs=find_profile(asked.profile).cost(asked.inverse)
-        if asked.profile
-        else None,
+        costs=profile.cost(asked.inverse) if profile else None,
         gradients=asked.gradients,
         inverse=asked.inverse,
     )
@@ -86,6 +90,8 @@ def main(arguments: Sequence[str]) -> int:
     if asked.json:
         print(json.dumps(plan.to_dict(), indent=1))
         return 0
+    if choice:
+        print(choice.reasons, end="\n\n")
     print(plan.describe())
     show(memory_table(rows))
     show(traffic_table(plan))
@@ -93,6 +99,23 @@ def main(arguments: Sequence[str]) -> int:
     if asked.split:
         print(split_text(plan))
     return 0
+
+
+def _choose(asked: PlanCommand, work: Work, profile: HardwareProfile | None) -> Choice:
+    if profile is None:
+        raise UserError("--strategy auto needs --profile: here, if it is calibrated.")
+    if min(asked.statistics, asked.inverses) < 1:
+        raise UserError("Invalid statistics or inverses. Must be >= 1.")
+    return choose_strategy(
+        work.specs,
+        asked.world,
+        profile,
+        statistics=asked.statistics,
+        inverses=max(asked.statistics, asked.inverses),
+        inverse=asked.inverse,
+        gradients=asked.gradients,
+        placement=asked.placement,
+    )
 
 
 def memory_table(rows: Sequence[dict[str, int]]) -> Table:

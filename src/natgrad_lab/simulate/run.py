@@ -9,7 +9,7 @@ from typing import Any
 from natgrad.plan import HardwareProfile, Plan, make_plan
 from natgrad.plan.split import split_large
 from natgrad_lab.simulate.events import Timeline
-from natgrad_lab.simulate.policy import Kind, Policy, every
+from natgrad_lab.simulate.policy import Kind, Policy, every, require_names
 from natgrad_lab.simulate.roles import Conditions
 from natgrad_lab.simulate.step import StepBuilder
 from natgrad_lab.simulate.work import Work
@@ -26,6 +26,8 @@ PHASES = (
     "share_inverses",
     "precondition",
     "share_updates",
+    "agree",
+    "overhead",
     "update",
 )
 
@@ -34,7 +36,11 @@ EVERY_STEP = every()
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What is simulated: ``sgd``, or a strategy with its placement and policy."""
+    """What is simulated: ``sgd``, or a strategy with its placement and policy.
+
+    ``costs`` place statistics: the profile's, as with ``strategy="auto"``, or the
+    library's constants ("library"), as with a named strategy.
+    """
 
     strategy: str = "factor_wise"
     placement: str = "longest_first"
@@ -42,6 +48,7 @@ class Method:
     gradients: str = "own"
     policy: Policy = EVERY_STEP
     split: bool = False
+    costs: str = "profile"
 
     @property
     def sgd(self) -> bool:
@@ -79,7 +86,7 @@ def plan_of(work: Work, profile: HardwareProfile, world: int, method: Method) ->
         world=world,
         strategy="factor_wise" if method.sgd else method.strategy,
         placement=method.placement,
-        costs=profile.cost(method.inverse),
+        costs=None if method.costs == "library" else profile.cost(method.inverse),
         gradients="ddp" if method.sgd else method.gradients,
         inverse=method.inverse,
     )
@@ -94,6 +101,7 @@ def simulate(
 ) -> Result:
     """Mean step of a method on ``world`` ranks."""
     plan = plan_of(work, profile, world, method)
+    require_names(method.policy, [spec.name for spec in plan.statistics])
     splits = split_large(plan, profile=profile)[0] if method.split else []
     plain = (Kind(share=1.0, estimated=0.0, inverted=0.0),)
     seconds, longest, top = 0.0, Timeline(), -1.0

@@ -5,43 +5,40 @@ Ranks that do the same are simulated once: forward and backward once for each sp
 the set of statistics a rank owns and of blocks it alone works on. Idle ranks are one
 role however many they are, so that 100,000 ranks cost no more than 1,000. A collective
 needs all ranks: it is one task on the one stream "network".
+
+Seconds are the profile's: by operation, or, for a model that was measured on one rank,
+that model's own, divided in proportion to the operations. Ranks that share cores slow
+each other as `HardwareProfile.finish` says.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from natgrad.plan import BlockSpec, HardwareProfile, Plan, StatisticSpec
-from natgrad.plan.predict import exchange_seconds
+from natgrad.plan import BlockSpec, StatisticSpec
+from natgrad.plan.predict import AGREEMENTS
 from natgrad.plan.split import Split
 from natgrad_lab.simulate.events import Task, Timeline
-from natgrad_lab.simulate.policy import Kind
-from natgrad_lab.simulate.roles import Conditions, label, roles_of
-from natgrad_lab.simulate.work import Layer, Work
-
-NETWORK = "network"
+from natgrad_lab.simulate.exchanges import NETWORK, Exchanges, whole
+from natgrad_lab.simulate.roles import label, roles_of
+from natgrad_lab.simulate.work import Layer
 
 
 @dataclass(kw_only=True)
-class StepBuilder:
+class StepBuilder(Exchanges):
     """Adds a step's tasks to a timeline, in the order in which the library runs it."""
 
-    work: Work
-    profile: HardwareProfile
-    conditions: Conditions
-    plan: Plan
-    kind: Kind
     splits: Sequence[Split] = ()
-    sgd: bool = False
-    timeline: Timeline = field(default_factory=Timeline)
 
     def build(self) -> Timeline:
         """Forward and backward with overlapped exchanges, then the curvature."""
         self.roles, self.columns = roles_of(self.plan, self.conditions)
-        self.costs = {s.name: self.plan.cost.invert(s) for s in self.plan.statistics}
+        self.times = self.profile.models.get(self.work.name)
+        self._price()
         self.speeds = Counter[float]()
         for role in self.roles:
             self.speeds[role.speed] += role.ranks
@@ -51,6 +48,15 @@ class StepBuilder:
         else:
             self._curvature(ends, sent)
         return self.timeline
+
+    def _price(self) -> None:
+        """Seconds of each inversion and of preconditioning each block, alone."""
+        cost = self.profile.cost(self.plan.inverse)
+        self.costs = {s.name: cost.invert(s) for s in self.plan.statistics}
+        self.applies = {b.name: cost.precondition(b) for b in self.plan.blocks}
+        if self.times is not None and self.plan.inverse == "eigen":
+            _scale_to(self.costs, self.times.invert)
+            _scale_to(self.applies, self.times.precondition)
 
     # -- forward and backward ---------------------------------------------------------
 
@@ -100,8 +106,7 @@ class StepBuilder:
         return self.timeline.add(name, "statistics", stream, scale * seconds)
 
     def _pass_seconds(self, phase: str, layer: Layer) -> float:
-        times = self.profile.models.get(self.work.name)
-        times_two = 1 if phase == "forward" else 2
+        times, times_two = self.times, 1 if phase == "forward" else 2
         if times is not None:
             whole = times.forward if phase == "forward" else times.backward
             share = (1 + layer.forward_flops) / self._all_flops
@@ -111,15 +116,17 @@ class StepBuilder:
         return times_two * self.profile.layer + rate * flops
 
     def _statistic_seconds(self, layer: Layer, spec: StatisticSpec) -> float:
-        flops = layer.statistic_flops(spec)
-        times = self.profile.models.get(self.work.name)
+        flops, times = layer.statistic_flops(spec), self.times
         if times is not None:
             share = flops / self._statistics_flops
             seconds = times.statistics * share * self.conditions.batch / times.batch
         else:
             rate = self.profile.statistics_flop
-            seconds = self.profile.layer + rate * flops * self.conditions.batch
-        return self.kind.estimated * seconds
+            if layer.convolves and spec.kind == "A":
+                rate = self.profile.conv_statistics_flop or rate
+            call = self.profile.layer + self.profile.statistic
+            seconds = call + rate * flops * self.conditions.batch
+        return self.kind.estimates(spec.name) * seconds
 
     @property
     def _all_flops(self) -> float:
@@ -137,120 +144,47 @@ class StepBuilder:
         noise = self.conditions.jitter * math.sqrt(2 * math.log(max(1, ranks)))
         return (1 + noise) * self.profile.slowdown(self.plan.world)
 
-    # -- exchanges --------------------------------------------------------------------
-
-    def _send(
-        self, exchange: str, side: str, ready: Mapping[float, Mapping[str, Task]]
-    ) -> list[Task]:
-        """Buckets of an exchange, each after the layers that fill it."""
-        if self.plan.world == 1:
-            return []
-        if exchange == "reduce_gradients":
-            if self.sgd or self.plan.gradients == "ddp":
-                return self._all_reduce(ready)
-            names = [layer.spec.name for layer in self.work.layers[::-1]]
-            weights = dict.fromkeys(names, 1.0)
-        else:
-            if self.sgd or not self.kind.estimated:
-                return []
-            names = self._statistics(side)
-            weights = dict.fromkeys(names, self.kind.estimated)
-        tasks: list[Task] = []
-        for bucket in self._buckets(exchange, names, weights):
-            seconds = self._seconds(exchange, bucket, weights)
-            tasks.append(self._ship(exchange, bucket, seconds, ready))
-        return tasks
-
-    def _statistics(self, side: str) -> list[str]:
-        blocks = self.plan.blocks if side == "right" else self.plan.blocks[::-1]
-        forward = side == "right"
-        specs = [s for block in blocks for s in block.statistics]
-        return [s.name for s in specs if (s.kind == "A") == forward]
-
-    def _buckets(
-        self, exchange: str, names: Iterable[str], weights: Mapping[str, float]
-    ) -> list[list[str]]:
-        limit = self.conditions.bucket_bytes
-        each = self.conditions.element_bytes(exchange)
-        buckets: list[list[str]] = [[]]
-        held = 0.0
-        for item in self.plan.exchanges[exchange].select(names):
-            size = each * item.elements * weights[item.name]
-            if buckets[-1] and held + size > limit:
-                buckets.append([])
-                held = 0.0
-            buckets[-1].append(item.name)
-            held += size
-        return [bucket for bucket in buckets if bucket]
-
-    def _seconds(
-        self, exchange: str, names: Sequence[str], weights: Mapping[str, float]
-    ) -> float:
-        seconds = exchange_seconds(
-            self.plan,
-            exchange,
-            self.profile,
-            names=names,
-            weights=weights,
-            element_bytes=self.conditions.element_bytes(exchange),
-        )
-        # A whole matrix is twice its triangle, but for the diagonal.
-        whole = exchange == "reduce_statistics" and not self.conditions.packed
-        return 2 * seconds if whole else seconds
-
-    def _all_reduce(self, ready: Mapping[float, Mapping[str, Task]]) -> list[Task]:
-        """DDP's buckets, as in SGD."""
-        world, each = self.plan.world, self.conditions.element_bytes("reduce_gradients")
-        tasks: list[Task] = []
-        bucket: list[str] = []
-        size = 0.0
-        layers = self.work.layers[::-1]
-        for index, layer in enumerate(layers):
-            bucket.append(layer.spec.name)
-            size += each * layer.spec.elements
-            if size >= self.conditions.bucket_bytes or index == len(layers) - 1:
-                seconds = 2 * self.profile.move(size, world)
-                tasks.append(self._ship("reduce_gradients", bucket, seconds, ready))
-                bucket, size = [], 0.0
-        return tasks
-
-    def _ship(
-        self,
-        exchange: str,
-        names: Sequence[str],
-        seconds: float,
-        ready: Mapping[float, Mapping[str, Task]],
-    ) -> Task:
-        blocks = [name.rsplit("/", 1)[0] for name in names]
-        if self.conditions.overlap:
-            after = [tasks[block] for tasks in ready.values() for block in blocks]
-        else:
-            last = self.work.layers[0].spec.name
-            after = [tasks[last] for tasks in ready.values()]
-        label = f"{names[0]} +{len(names) - 1}" if len(names) > 1 else names[0]
-        return self.timeline.add(label, exchange, NETWORK, seconds, after)
-
     # -- curvature --------------------------------------------------------------------
 
     def _curvature(self, ends: Mapping[float, Task], sent: Sequence[Task]) -> None:
+        sent = [*sent, *self._agree(1, [*ends.values(), *sent[-1:]])]
         inverted = self._invert(ends, sent)
-        shared = self._share("share_inverses", inverted, self.kind.inverted)
-        applied = self._precondition(inverted, shared)
-        updated = self._share("share_updates", applied, 1.0)
-        self._update(applied, ends, [updated] if updated else [])
+        agreed = self._agree(1 if self.kind.inverted else 0, inverted.values())
+        shared = self._share("share_inverses", inverted, self.kind.inverts)
+        applied = self._precondition(inverted, shared or next(iter(agreed), None))
+        agreed = self._agree(AGREEMENTS - 1, applied.values())
+        updated = self._share("share_updates", applied, whole)
+        self._update(applied, ends, [updated] if updated else agreed)
+
+    def _sharing_cores(self, loads: Sequence[float]) -> list[float]:
+        """Seconds of each role, from what it would need alone."""
+        world = self.plan.world
+        if self.profile.nodes(world)[1] > 1:
+            return [self.profile.slowdown(world) * load for load in loads]
+        pairs = zip(self.roles, loads, strict=True)
+        ends = self.profile.finish([x for role, x in pairs for _ in range(role.ranks)])
+        last = itertools.accumulate(role.ranks for role in self.roles)
+        return [
+            max(ends[n - r.ranks : n]) for r, n in zip(self.roles, last, strict=True)
+        ]
 
     def _invert(
         self, ends: Mapping[float, Task], sent: Sequence[Task]
     ) -> dict[int, Task]:
         outs, helped = self._split_out(sent)
-        tasks: dict[int, Task] = {}
-        for index, role in enumerate(self.roles):
-            mine = sum(self.costs[name] for name in role.owned if name not in helped)
+        loads: list[float] = []
+        for role in self.roles:
+            own = [name for name in role.owned if name not in helped]
+            mine = sum(self.costs[name] * self.kind.inverts(name) for name in own)
             mine += sum(
-                split.seconds for split in self.splits if role.first in split.ranks
+                split.seconds * self.kind.inverts(split.name)
+                for split in self.splits
+                if role.first in split.ranks
             )
-            seconds = self.kind.inverted * mine * role.speed
-            seconds *= self.profile.slowdown(self.plan.world)
+            loads.append(mine * role.speed)
+        tasks: dict[int, Task] = {}
+        for index, seconds in enumerate(self._sharing_cores(loads)):
+            role = self.roles[index]
             waits = [ends[role.speed], *sent[-1:], *outs]
             stream = f"role {index}"
             tasks[index] = self.timeline.add(
@@ -272,30 +206,25 @@ class StepBuilder:
         )
         return [task], {split.name for split in self.splits}
 
-    def _share(
-        self, exchange: str, after: Mapping[int, Task], weight: float
-    ) -> Task | None:
-        names = [item.name for item in self.plan.exchanges[exchange].items]
-        if not names or not weight or self.plan.world == 1:
-            return None
-        weights = dict.fromkeys(names, weight)
-        buckets = self._buckets(exchange, names, weights)
-        seconds = sum(self._seconds(exchange, each, weights) for each in buckets)
-        return self.timeline.add(exchange, exchange, NETWORK, seconds, after.values())
-
     def _precondition(
         self, inverted: Mapping[int, Task], shared: Task | None
     ) -> dict[int, Task]:
         by_all = [b for c in self.columns for b in c if self._by_all(b)]
-        everyone = sum(map(self.plan.cost.precondition, by_all))
-        tasks: dict[int, Task] = {}
-        for index, role in enumerate(self.roles):
+        everyone = sum(self.applies[b.name] for b in by_all)
+        loads: list[float] = []
+        for role in self.roles:
             mine = [b for c in role.columns for b in self.columns[c]]
-            seconds = everyone + sum(map(self.plan.cost.precondition, mine))
-            seconds *= role.speed * self.profile.slowdown(self.plan.world)
+            seconds = everyone + sum(self.applies[b.name] for b in mine)
+            loads.append(role.speed * seconds)
+        tasks: dict[int, Task] = {}
+        for index, seconds in enumerate(self._sharing_cores(loads)):
             waits = [inverted[index], shared]
             tasks[index] = self.timeline.add(
-                label(role), "precondition", f"role {index}", seconds, waits
+                label(self.roles[index]),
+                "precondition",
+                f"role {index}",
+                seconds,
+                waits,
             )
         return tasks
 
@@ -308,13 +237,23 @@ class StepBuilder:
         ends: Mapping[float, Task],
         sent: Sequence[Task],
     ) -> None:
-        times = self.profile.models.get(self.work.name)
         seconds = self.profile.element * self.work.parameters
-        if times is not None:
-            seconds = times.update
+        own = self.profile.block * len(self.plan.blocks)
+        if self.times is not None:
+            seconds, own = self.times.update, self.times.overhead
         for speed, end in ends.items():
             mine = [t for i, t in applied.items() if self.roles[i].speed == speed]
             stream = f"compute x{speed:g}"
             scale = speed * self.profile.slowdown(self.plan.world)
             waits = [end, *sent[-1:], *mine]
+            if own and not self.sgd:
+                self.timeline.add("library", "overhead", stream, scale * own, waits)
             self.timeline.add("update", "update", stream, scale * seconds, waits)
+
+
+def _scale_to(seconds: dict[str, float], total: float) -> None:
+    """Make them sum to what was measured, if it was."""
+    now = sum(seconds.values())
+    if total and now:
+        for name in seconds:
+            seconds[name] *= total / now

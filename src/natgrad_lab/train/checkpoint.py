@@ -1,99 +1,226 @@
-"""Checkpoints: a folder a step, a file a rank, never half written.
+"""Checkpoints of a run: written beside the training, whole or not at all.
 
-A checkpoint is written under a temporary name and renamed when every rank has
-finished, so what has a final name is whole. Files load with ``weights_only=True``.
+``checkpoints/step-00000012`` is a checkpoint, ``checkpoints/latest`` names the newest.
+One is written as ``step-00000012.partial`` and renamed when every rank's part is on
+disk, so a crash at any moment leaves the ones before it as they were. State is keyed by
+the names of parameters and statistics, never by rank: any number of ranks can load it.
 """
 
-import random
+import itertools
 import re
 import shutil
+import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
 from natgrad_lab.errors import UserError
+from natgrad_lab.train import tree
+from natgrad_lab.train.files import sync_folder, write_whole
 from natgrad_lab.train.processes import World
+from natgrad_lab.train.storage import (
+    CheckpointError,
+    Reader,
+    Writer,
+    dtype_of,
+    read_manifest,
+)
 
-FORMAT = 1
 KEEP = 2
-_NAME = re.compile(r"step-(\d{8})")
+LATEST = "latest"
+_NAME = re.compile(r"step-(\d{8})(?:\.(\d+))?")
+_ALONE = "torch.distributed is disabled, unavailable or uninitialized"
+
+Wanted = Callable[[tree.Path], bool]
 
 
-def save(folder: Path, step: int, state: dict[str, Any], world: World) -> Path:
-    """Write this rank's state of a step; collective over the ranks."""
-    final = folder / f"step-{step:08d}"
-    partial = folder / f"{final.name}.partial"
-    if world.main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    world.barrier()
-    content = {"format": FORMAT, "step": step, "world": world.size, **state}
-    torch.save(content, partial / _file(world.rank))
-    world.barrier()
-    if world.main:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        for old in _found(folder)[:-KEEP]:
-            shutil.rmtree(old, ignore_errors=True)
-    world.barrier()
-    return final
+class Checkpoints:
+    """The checkpoints of one run.
 
+    Args:
+        folder: where they are; seen by all ranks.
+        world: this process among its peers.
+    """
 
-def load_latest(folder: Path, world: World) -> dict[str, Any]:
-    """The newest state that every rank can read; older ones are a fallback."""
-    for path in reversed(_found(folder)):
-        state, problem = _read(path / _file(world.rank), world)
-        if not world.any(state is None):
-            assert state is not None
-            return state
-        reason = problem or "unreadable on another rank"
-        warnings.warn(f"Skipped the checkpoint {path}: {reason}", stacklevel=2)
-    raise UserError(f"No usable checkpoint in {folder}. Start the run anew.")
+    def __init__(self, folder: Path, world: World) -> None:
+        self._folder, self._world = folder, world
+        self._thread: threading.Thread | None = None
+        self._problem = ""
+        # Its own group: a save's messages must not mix with those of training.
+        self._group: Any = None
+        self._mesh: Any = None
+        # torch says this of every save and load without a process group
+        warnings.filterwarnings("ignore", message=_ALONE)
 
+    def save(self, step: int, state: dict[str, Any]) -> str:
+        """Copy a state and start to write it. Collective.
 
-def random_state() -> dict[str, Any]:
-    """Torch's and Python's random states, in plain types."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(words), gauss],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Undo `random_state`."""
-    torch.set_rng_state(state["torch"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _file(rank: int) -> str:
-    return f"rank-{rank}.pt"
-
-
-def _found(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
-
-
-def _read(path: Path, world: World) -> tuple[dict[str, Any] | None, str]:
-    try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # a damaged file raises almost anything
-        return None, f"{path.name}: {str(error).splitlines()[0]}"
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        return None, f"{path.name} is not a natgrad checkpoint of format {FORMAT}"
-    if state["world"] != world.size:
-        raise UserError(
-            f"{path} was written by {state['world']} processes, not {world.size}. "
-            f"Resume with torchrun --nproc-per-node {state['world']}."
+        Returns what went wrong with the save before this one, or an empty text.
+        """
+        before = self.wait()
+        tensors, outline = tree.split(state)
+        staged = self._staged(tensors)
+        facts = {"step": step, "world": self._world.size, "outline": outline}
+        target = self._world.share(self._free_name(step) if self._world.main else "")
+        if self._group is None:
+            self._group = self._world.new_group()
+        arguments = (target, facts, staged)
+        self._thread = threading.Thread(
+            target=self._write, args=arguments, name="checkpoint", daemon=True
         )
-    return state, ""
+        self._thread.start()
+        return before
+
+    def wait(self) -> str:
+        """Until nothing is being written; what went wrong, or an empty text."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+        problem, self._problem = self._problem, ""
+        return problem
+
+    def any(self) -> bool:
+        """Whether there is anything to load. Collective."""
+        return self._world.any(self._world.main and bool(self._candidates()))
+
+    def load(self, wanted: Wanted = lambda _: True) -> tuple[dict[str, Any], int]:
+        """The newest state that every rank can read, and how many ranks saved it.
+
+        Older ones are a fallback, with a warning that says so. A tensor whose path is
+        not ``wanted`` on this rank is not read. Collective.
+        """
+        problems: list[str] = []
+        names = self._world.share("\n".join(self._candidates())).split()
+        for name in names:
+            try:
+                manifest = read_manifest(self._folder / name)
+                loaded, problem = self._read(name, manifest, wanted), ""
+            except CheckpointError as error:
+                manifest, loaded, problem = {}, None, str(error)
+            problem = self._world.first(problem)
+            if loaded is not None and not problem:
+                self._set_aside(names[: len(problems)], problems, name)
+                return {**loaded, "step": manifest["step"]}, manifest["world"]
+            problems.append(problem)
+        lines = "".join(f"\n  {each}" for each in problems)
+        raise UserError(
+            f"No usable checkpoint in {self._folder}. Start the run anew.{lines}"
+        )
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        self.wait()
+        self._world.drop_group(self._group)
+        self._group = None
+
+    # -- writing ----------------------------------------------------------------------
+
+    def _staged(self, tensors: tree.Nested) -> tree.Nested:
+        """Copies in main memory, which training cannot change any more."""
+        staged: tree.Nested = {}
+        for key, value in tensors.items():
+            if isinstance(value, tree.Rows):
+                self._mesh = self._mesh or self._world.mesh()
+                staged[key] = self._world.rows(_copied(value.local), self._mesh)
+            elif isinstance(value, Tensor):
+                staged[key] = _copied(value)
+            else:
+                staged[key] = self._staged(value)
+        return staged
+
+    def _write(self, target: str, facts: dict[str, Any], staged: tree.Nested) -> None:
+        partial = self._folder / f"{target}.partial"
+
+        def commit() -> None:
+            partial.rename(self._folder / target)
+            write_whole(self._folder / LATEST, target)
+            sync_folder(self._folder)
+            self._prune()
+
+        try:
+            dcp.save(
+                staged,
+                storage_writer=Writer(partial, facts, commit),
+                process_group=self._group,
+                no_dist=self._world.size == 1,
+            )
+        # a full disk raises almost anything, and torch's own is no Exception
+        except (Exception, dcp.CheckpointException) as error:
+            self._problem = f"step {facts['step']} is not saved: {_reason(error)}"
+            if self._world.main:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _free_name(self, step: int) -> str:
+        """A name that is not taken: a checkpoint is never overwritten."""
+        return self._unused(f"step-{step:08d}")
+
+    def _unused(self, name: str) -> str:
+        tries = (f"{name}.{i}" for i in itertools.count(1))
+        taken = lambda x: (self._folder / x).exists()  # noqa: E731
+        return next(x for x in itertools.chain([name], tries) if not taken(x))
+
+    def _prune(self) -> None:
+        for name in self._candidates()[KEEP:]:
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    # -- reading ----------------------------------------------------------------------
+
+    def _candidates(self) -> list[str]:
+        """Names of checkpoints, newest first."""
+        if not self._folder.is_dir():
+            return []
+        found = [m for p in self._folder.iterdir() if (m := _NAME.fullmatch(p.name))]
+        found.sort(key=lambda m: (int(m[1]), int(m[2] or 0)), reverse=True)
+        return [match[0] for match in found]
+
+    def _read(self, name: str, manifest: dict[str, Any], wanted: Wanted) -> Any:
+        tensors = {
+            key: each
+            for key, each in manifest["tensors"].items()
+            if wanted(tuple(map(str, each["path"])))
+        }
+        reader = Reader(self._folder / name, tensors)
+        state = {
+            key: torch.empty(each["size"], dtype=dtype_of(each))
+            for key, each in tensors.items()
+        }
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+        try:
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+        except dcp.CheckpointException as error:
+            raise CheckpointError(_reason(error)) from error
+        state |= reader.whole
+        paths = {tuple(map(str, tensors[key]["path"])): state[key] for key in state}
+        return tree.join(manifest["outline"], paths)
+
+    def _set_aside(self, names: list[str], problems: list[str], used: str) -> None:
+        """Say what was skipped; out of the way, it is not tried or counted again."""
+        for name, problem in zip(names, problems, strict=True):
+            if self._world.main:
+                aside = self._unused(f"{name}.broken")
+                (self._folder / name).rename(self._folder / aside)
+                warnings.warn(
+                    f"Skipped a checkpoint: {problem}. Used {used} instead; the other "
+                    f"is now {aside}.",
+                    stacklevel=3,
+                )
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", copy=True)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what really happened, on whichever rank."""
+    if isinstance(error, dcp.CheckpointException):
+        rank, (inner, _) = next(iter(error.failures.items()))
+        if isinstance(inner, CheckpointError):
+            return str(inner)
+        return f"{_reason(inner)} (rank {rank})"
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"

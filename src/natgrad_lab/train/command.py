@@ -1,5 +1,7 @@
 """`natgrad train`: start or resume a run, on one process or under torchrun."""
 
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +24,10 @@ USAGE = """usage: natgrad train RECIPE [--setting value ...]
 
 `natgrad recipes` lists the recipes, `natgrad train RECIPE --help` shows every setting.
 With several processes: torchrun --nproc-per-node N -m natgrad_lab train RECIPE ...
-Exit status: 0 done, 3 diverged, 130 interrupted (resume it with --resume)."""
+Exit status: 0 done, 3 diverged, 4 done but not saved, 130 interrupted (--resume it)."""
 DIVERGED = "the loss is not finite: lower the learning rate or raise the damping"
-STATUS = {"done": 0, "diverged": 3, "interrupted": 130}
+UNSAVED = "the last checkpoint could not be written: make room and resume with:"
+STATUS = {"done": 0, "diverged": 3, "unsaved": 4, "interrupted": 130}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +50,10 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"Expected a recipe or --resume, not {arguments[0]!r}.")
     name = arguments[0]
     config = parse(name, arguments[1:])
-    with processes() as world:
+    with processes(config.timeout) as world:
         folder = Path(world.share(str(runs.choose_folder(name, config.out))))
+        if world.any(world.main and runs.launched_here(folder)):
+            return _go_on(folder, config, world)
         run = start(folder, name, config, world)
         return finish(run, Trainer(run, world, title=name).train(), world)
 
@@ -81,6 +86,10 @@ def start(folder: Path, name: str, config: TrainConfig, world: World) -> runs.Ru
 
 def finish(run: runs.Run, ending: Ending, world: World) -> int:
     """Print the table and draw the curves, on rank 0."""
+    if ending.reason == "interrupted":
+        # A launcher that sees one rank end tells the others to: they are about to.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        world.barrier()
     if world.main:
         summary = summarise(run.folder)
         show(run_table([summary]))
@@ -88,6 +97,8 @@ def finish(run: runs.Run, ending: Ending, world: World) -> int:
         print(f"run folder: {run.folder}")
         if ending.reason == "interrupted":
             print(f"continue with: natgrad train --resume {run.folder}")
+        elif ending.reason == "unsaved":
+            print(f"{UNSAVED} natgrad train --resume {run.folder}")
         elif ending.reason == "diverged":
             print(DIVERGED)
     return STATUS[ending.reason]
@@ -99,9 +110,23 @@ def _resume(folder: Path) -> int:
         print(f"{folder} is complete: nothing to resume.")
         show(run_table([summarise(folder)]))
         return 0
-    with processes() as world:
+    with processes(run.config.timeout) as world:
         ending = Trainer(run, world, title=run.name).train(resume=True)
         return finish(run, ending, world)
+
+
+def _go_on(folder: Path, config: TrainConfig, world: World) -> int:
+    """After a restart by torchrun: the run that this launch has begun."""
+    run = runs.load(folder)
+    if run.config != config:
+        raise UserError(
+            f"{folder} holds a run with other settings. Choose another --out."
+        )
+    if _complete(run):
+        return 0
+    if world.main:
+        print(f"restarted: {folder} goes on", file=sys.stderr, flush=True)
+    return finish(run, Trainer(run, world, title=run.name).train(resume=True), world)
 
 
 def _complete(run: runs.Run) -> bool:

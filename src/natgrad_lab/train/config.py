@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-OptimizerName = Literal["sgd", "adamw", "spngd", "muon", "soap", "shampoo"]
+OptimizerName = Literal["sgd", "adamw", "spngd", "polar", "muon", "soap", "shampoo"]
+TRUSTED = ("sgd", "adamw", "muon", "soap")
 ScheduleKind = Literal["constant", "steps", "polynomial", "cosine"]
-RefreshKind = Literal["every", "adaptive", "staircase", "late"]
+RefreshKind = Literal["every", "adaptive", "staircase", "late", "budget"]
 
 
 def require(ok: bool, name: str, value: Any, legal: str) -> None:
@@ -64,7 +65,7 @@ class OptimizerConfig:
     """The update rule."""
 
     name: OptimizerName = "sgd"
-    """sgd, adamw, spngd; for comparison muon, soap, shampoo."""
+    """sgd, adamw, spngd, polar; for comparison muon, soap, shampoo."""
     kfac: bool = False
     """Precondition the gradients with K-FAC first (sgd and adamw)."""
     lr: float = 0.1
@@ -74,11 +75,16 @@ class OptimizerConfig:
     beta2: float = 0.999
     """Decay of second moments (adamw, soap)."""
     nesterov: bool = False
-    """Nesterov momentum (sgd, and the sgd part of muon)."""
+    """Nesterov momentum (sgd, spngd); muon and polar always have it."""
+    average: Literal["update", "gradient"] = "update"
+    """spngd: what momentum averages."""
+    trust: bool = False
+    """sgd, adamw, muon, soap: change each matrix by lr times its norm (a trust ratio);
+    other parameters follow AdamW with rest_lr. With sgd this is LARS."""
     weight_decay: float = 0.0
     """Weight decay, as the optimizer defines it."""
     rest_lr: float | None = None
-    """muon: learning rate of the parameters that are no matrix. None: lr."""
+    """muon, trust: learning rate of the parameters that are no matrix. None: lr."""
     interval: int = 10
     """soap, shampoo: steps between two renewals of the preconditioner."""
 
@@ -95,22 +101,42 @@ class OptimizerConfig:
         legal = "off unless optimizer.name is sgd or adamw"
         ok = not self.kfac or self.name in ("sgd", "adamw")
         require(ok, "optimizer.kfac", self.kfac, legal)
+        ok = not self.trust or (self.name in TRUSTED and not self.kfac)
+        legal = f"off unless optimizer.name is one of {', '.join(TRUSTED)}"
+        require(ok, "optimizer.trust", self.trust, f"{legal}, without kfac")
 
     @property
     def label(self) -> str:
-        """For tables and figures: sgd, kfac+sgd, spngd..."""
+        """For tables and figures: sgd, kfac+sgd, muon+trust, spngd..."""
+        if self.trust:
+            return "lars" if self.name == "sgd" else f"{self.name}+trust"
         return f"kfac+{self.name}" if self.kfac else self.name
 
     @property
     def curved(self) -> bool:
         """Whether statistics are estimated (the curvature settings matter)."""
-        return self.kfac or self.name == "spngd"
+        return self.kfac or self.alone
+
+    @property
+    def alone(self) -> bool:
+        """Whether it reduces gradients itself, without DistributedDataParallel."""
+        return self.name in ("spngd", "polar")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurvatureConfig:
-    """How the Fisher is estimated, damped and applied (kfac and spngd)."""
+    """How the Fisher is estimated, damped and applied (kfac, spngd and polar)."""
 
+    statistics: Literal["both", "inputs", "outputs"] = "both"
+    """Which statistics layers have: A and G, A, or G (kfac and spngd)."""
+    scale: Literal["kronecker", "corrected", "adaptive", "orthogonal"] = "kronecker"
+    """How they scale a gradient (kfac and spngd): natgrad.KFAC explains."""
+    whitening: Literal["half", "full"] = "half"
+    """Of scale orthogonal."""
+    trust: Literal["none", "kl", "layer"] | None = None
+    """How long a step is (kfac and spngd). None: the optimizer's own, kl or none."""
+    rest: Literal["plain", "adaptive"] = "plain"
+    """Parameters without a block (kfac and spngd): plain gradient, or Adam's root."""
     damping: float = 1e-3
     """lambda; the value reached after the warmup when there is one."""
     damping_start: float | None = None
@@ -121,8 +147,9 @@ class CurvatureConfig:
     """Epochs at which the damping is multiplied by damping_decay."""
     damping_decay: float = 0.5
     """What the damping is multiplied by at each of those epochs."""
-    damping_style: Literal["eigen", "factored"] = "eigen"
-    """eigen: exact (003 eq. 13-15). factored: pi-split and Cholesky (001 eq. 12)."""
+    damping_style: Literal["eigen", "factored", "relative"] = "eigen"
+    """eigen: exact (003 eq. 13-15). factored: pi-split and Cholesky (001 eq. 12).
+    relative: to each factor's mean eigenvalue (polar always)."""
     decay: float = 0.95
     """Weight of the old value in the running averages of the statistics."""
     kl_clip: float | None = 1e-3
@@ -137,8 +164,9 @@ class CurvatureConfig:
     """Statistics from every k-th example only; 1: from all."""
     rescale_weights: bool = False
     """spngd: rescale conv and linear weights to norm sqrt(2 d_out) (001 eq. 24)."""
-    strategy: Literal["factor_wise", "layer_wise", "spngd"] | None = None
-    """Who owns and who works, with several processes. None: the optimizer's own."""
+    strategy: Literal["factor_wise", "layer_wise", "spngd", "auto"] | None = None
+    """Who owns and who works, with several processes. auto: what the calibrated machine
+    is fastest with. None: the optimizer's own."""
     placement: Literal["longest_first", "round_robin"] = "longest_first"
     """How statistics are spread over the ranks."""
 
@@ -166,13 +194,15 @@ class RefreshConfig:
 
     kind: RefreshKind = "every"
     """every: fixed intervals. adaptive: 001 Algorithms 1-2. staircase: 000 eq. 20.
-    late: 000 eq. 21."""
+    late: 000 eq. 21. budget: as much as the overhead allows."""
     statistics: int = 1
     """every: steps between two estimates of a statistic."""
     inverses: int = 1
     """every: steps between two inversions."""
     tolerance: float = 0.1
     """adaptive: relative change below which a statistic counts as unchanged."""
+    overhead: float = 0.1
+    """budget: seconds a step may take over the plain optimizer's, as a share."""
     decay_epochs: tuple[float, ...] = ()
     """every: epochs at which both intervals are multiplied by decay_factor."""
     decay_factor: float = 2.0
@@ -183,6 +213,7 @@ class RefreshConfig:
         require(self.inverses >= 1, "refresh.inverses", self.inverses, ">= 1")
         tolerance = self.tolerance
         require(0 < tolerance < 1, "refresh.tolerance", tolerance, "in (0, 1)")
+        require(self.overhead > 0, "refresh.overhead", self.overhead, "> 0")
         require(
             self.decay_factor >= 1, "refresh.decay_factor", self.decay_factor, ">= 1"
         )
@@ -251,8 +282,12 @@ class TrainConfig:
     """Steps between training records."""
     threads: int | None = None
     """CPU threads a process. None: torch's default."""
+    timeout: float = 600.0
+    """Seconds after which a process that does not answer ends the others."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder."""
+    diagnostics: int = 0
+    """Steps between looks at every layer, for `natgrad inspect`. 0: none."""
     out: Path | None = None
     """Run folder. None: runs/<recipe>-<date>."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -274,6 +309,11 @@ class TrainConfig:
         every = self.checkpoint_every
         require(every >= 0, "checkpoint_every", every, ">= 0")
         require(self.log_every >= 1, "log_every", self.log_every, ">= 1")
+        looks = self.diagnostics
+        require(looks >= 0, "diagnostics", looks, ">= 0")
+        legal = "0 unless the optimizer is spngd or has kfac"
+        require(not looks or self.optimizer.curved, "diagnostics", looks, legal)
+        require(self.timeout > 0, "timeout", self.timeout, "> 0")
         threads = self.threads
         require(threads is None or threads >= 1, "threads", threads, ">= 1 or none")
 

@@ -1,6 +1,7 @@
 """The training loop: one object, one step that reads top to bottom."""
 
 import math
+import warnings
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,20 +15,27 @@ from torch.nn.parallel import DistributedDataParallel
 from natgrad_lab import data, models
 from natgrad_lab.data import Dataset
 from natgrad_lab.errors import UserError
-from natgrad_lab.train import checkpoint
+from natgrad_lab.train import snapshot
+from natgrad_lab.train.checkpoint import Checkpoints
 from natgrad_lab.train.feed import Feed
 from natgrad_lab.train.methods import make
 from natgrad_lab.train.metrics import Clock, MetricsWriter, waiting_share
-from natgrad_lab.train.processes import World
+from natgrad_lab.train.processes import World, is_connection
 from natgrad_lab.train.progress import Bar
+from natgrad_lab.train.refreshes import RefreshLog
 from natgrad_lab.train.run import Run
 from natgrad_lab.train.schedules import make_scheduler
 from natgrad_lab.train.signals import StopRequest, stop_request
+from natgrad_lab.train.tree import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a run ended: "done", "interrupted" or "diverged", and after which step."""
+    """How a run ended, and after which step.
+
+    ``reason`` is "done", "unsaved" (done, but the last checkpoint could not be
+    written), "interrupted" or "diverged".
+    """
 
     reason: str
     step: int
@@ -63,7 +71,7 @@ class Trainer:
             channels_last=layout == torch.channels_last,
         )
         # SPNGD averages gradients itself; the others see DDP's averages.
-        alone = self.config.optimizer.name == "spngd"
+        alone = self.config.optimizer.alone
         self.replica = self.model if alone else world.data_parallel(self.model)
         self.method = make(self.replica, self.config, examples=self.feed.examples)
         # Weights start alike; what is drawn from here on (dropout, sampled labels)
@@ -74,26 +82,37 @@ class Trainer:
         self.total = self.config.total_steps(self.feed.examples)
         self.step = 0
         self.clock = Clock()
-        self._loss = torch.zeros((), device=world.device)
+        # since the last record: the sum of finite losses, and how many there were
+        self._loss = torch.zeros(2, device=world.device)
         self._metrics: MetricsWriter | None = None
+        self.checkpoints = Checkpoints(run.checkpoints, world)
+        self._saved = True
+        self._refreshes = RefreshLog(self.method.curved)
+        if self.config.diagnostics and self.method.curved is not None:
+            self.method.curved.watch(self.config.diagnostics, self._look)
 
     def train(self, *, resume: bool = False) -> Ending:
         """Run to the end, or until a signal or a non-finite loss."""
-        if resume:
+        if resume and self.checkpoints.any():
             self._restore()
         bar = Bar(self.title, self.total, done=self.step, show=self._show)
         with self._writing(), stop_request() as request, bar:
             if resume:
                 self._write("resume", epoch=self.epoch)
-            ending = self._steps(request, bar)
-            self._write("end", reason=ending.reason, seconds=self.clock.total)
+            with self._telling():
+                ending = self._steps(request, bar)
+            self._report_save(self.checkpoints.wait())
+            if ending.reason == "done" and not self._saved:
+                ending = Ending(reason="unsaved", step=self.step)
+            self._write("end", reason=ending.reason, **self._spent())
         self.close()
         return ending
 
     def close(self) -> None:
-        """Remove hooks and stop the loaders."""
+        """Remove hooks, stop the loaders and finish what is being saved."""
         self.method.close()
         self.feed.close()
+        self.checkpoints.close()
 
     @property
     def epoch(self) -> float:
@@ -102,12 +121,18 @@ class Trainer:
 
     def _steps(self, request: StopRequest, bar: Bar) -> Ending:
         while self.step < self.total:
-            self._one_step()
+            try:
+                self._one_step()
+            except RuntimeError as error:
+                # Some optimizers raise on what is not finite, before it is logged.
+                if self._last.isfinite() or is_connection(error):
+                    raise
+                return Ending(reason="diverged", step=self.step)
             bar.advance(self.step)
             if self._due_every_steps(self.config.log_every) and not self._log():
                 return Ending(reason="diverged", step=self.step)
-            if self._due(self.config.evaluate_every):
-                self._evaluate(bar)
+            if self._due(self.config.evaluate_every) and not self._evaluate(bar):
+                return Ending(reason="diverged", step=self.step)
             stop = self.world.any(request.asked)
             if stop or self._due(self.config.checkpoint_every):
                 self._save()
@@ -117,22 +142,34 @@ class Trainer:
 
     def _one_step(self) -> None:
         self.replica.train()
+        self._last = torch.zeros((), device=self.world.device)
         for index in range(self.forwards):
+            self.world.mark(f"in step {self.step}, data")
             with self.clock.phase("data"):
                 inputs, labels = self.feed.next()
             with self._reduction(last=index == self.forwards - 1):
+                self.world.mark(f"in step {self.step}, forward and backward")
                 with self.clock.phase("forward"):
                     outputs = self.replica(inputs)
                     loss = self._criterion(outputs, labels) / self.forwards
                 with self.clock.phase("backward"):
                     self.method.before_backward(outputs)
                     loss.backward()
-            self._loss += loss.detach()
+            self._last += loss.detach()
+        self._note_loss()
+        self.world.mark(f"in step {self.step}, update")
         with self.clock.phase("update"):
             self.method.optimizer.step()
+            self._refreshes.note(self.step + 1)
             self.scheduler.step()
             self.method.optimizer.zero_grad()
         self.step += 1
+
+    def _note_loss(self) -> None:
+        """A loss that is not finite is not summed: one bad batch is a skipped step."""
+        finite = self._last.isfinite()
+        self._loss[0] += torch.where(finite, self._last, 0.0)
+        self._loss[1] += finite
 
     def _reduction(self, *, last: bool) -> AbstractContextManager[Any]:
         """DDP averages gradients in the last backward of an accumulation only."""
@@ -148,14 +185,14 @@ class Trainer:
         smoothing = self.config.data.label_smoothing
         return F.cross_entropy(rows, labels.flatten(), label_smoothing=smoothing)
 
-    def _evaluate(self, bar: Bar) -> None:
+    def _evaluate(self, bar: Bar) -> bool:
+        """Write a test record; False when its loss is not finite, nor the weights."""
         with self.world.average_buffers(self.model):
             loss, accuracy = self._test()
-        seconds = self.clock.total
-        self._write(
-            "test", epoch=self.epoch, loss=loss, accuracy=accuracy, seconds=seconds
-        )
-        bar.say(self.step, self.epoch, loss=loss, accuracy=accuracy, seconds=seconds)
+        seen = {"loss": loss, "accuracy": accuracy}
+        self._write("test", epoch=self.epoch, **seen, **self._spent())
+        bar.say(self.step, self.epoch, **seen, seconds=self.clock.total)
+        return math.isfinite(loss)
 
     @torch.no_grad()
     def _test(self) -> tuple[float, float]:
@@ -171,22 +208,25 @@ class Trainer:
         return loss / count, 100.0 * right / count
 
     def _log(self) -> bool:
-        """Write a training record; False when the loss is not finite."""
-        count = self.step % self.config.log_every or self.config.log_every
-        total = self.world.sum(self._loss.double().cpu()).item()
+        """Write a training record; False when no loss since the last was finite."""
+        total, finite = self.world.sum(self._loss.double().cpu()).tolist()
         self._loss.zero_()
-        loss = total / count / self.world.size
+        loss = total / finite if finite else math.nan
         phases = self.clock.take()
         self._write(
             "train",
             epoch=self.epoch,
             loss=loss,
             **self.method.facts(self.step - 1),
-            seconds=self.clock.total,
+            **self._refreshes.take(),
+            **self._spent(),
             phases=phases,
             waiting=waiting_share(phases),
         )
         return math.isfinite(loss)
+
+    def _spent(self) -> dict[str, float]:
+        return {"seconds": self.clock.total, "cpu_seconds": self.clock.cpu}
 
     def _due(self, every: float) -> bool:
         """Whether the last step crossed a multiple of ``every`` epochs, or ended."""
@@ -202,26 +242,39 @@ class Trainer:
 
     def _save(self) -> None:
         state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.method.optimizer.state_dict(),
+            **snapshot.model_state(self.model),
+            "optimizer": snapshot.optimizer_state(self.method.optimizer, self.model),
             "scheduler": self.scheduler.state_dict(),
             "feed": self.feed.state_dict(),
-            "random": checkpoint.random_state(),
-            "seconds": self.clock.total,
-            "loss": self._loss,
+            "random": snapshot.random_state(),
+            **self._spent(),
+            "loss": Rows(self._loss[None]),
         }
-        checkpoint.save(self.run.checkpoints, self.step, state, self.world)
+        self._report_save(self.checkpoints.save(self.step, state))
+
+    def _report_save(self, problem: str) -> None:
+        """A save that failed is told, and training goes on."""
+        self._saved = not problem
+        if problem:
+            self._write("unsaved", problem=problem)
+            if self.world.main:
+                warnings.warn(f"Checkpoint: {problem}.", stacklevel=2)
 
     def _restore(self) -> None:
-        state = checkpoint.load_latest(self.run.checkpoints, self.world)
-        self.model.load_state_dict(state["model"])
-        self.method.optimizer.load_state_dict(state["optimizer"])
+        wanted = snapshot.wanted_by(self.method.curved)
+        state, ranks = self.checkpoints.load(wanted)
+        self.step = state["step"]
+        rank, same = self.world.rank, ranks == self.world.size
+        snapshot.load_model(self.model, state, rank, same)
+        snapshot.load_optimizer(self.method.optimizer, self.model, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.feed.load_state_dict(state["feed"])
-        checkpoint.set_random_state(state["random"])
-        self.clock.total = state["seconds"]
-        self._loss.copy_(state["loss"])
-        self.step = state["step"]
+        seed, step = self.config.seed, self.step
+        snapshot.load_random(
+            state["random"], self.world, same=same, seed=seed, step=step
+        )
+        self.clock.total, self.clock.cpu = state["seconds"], state["cpu_seconds"]
+        self._loss.copy_(snapshot.row_of(state["loss"], rank, same))
 
     def _build_model(self, dataset: Dataset) -> tuple[nn.Module, torch.memory_format]:
         settings = self.config.model
@@ -240,6 +293,16 @@ class Trainer:
         return model.to(memory_format=layout), layout  # type: ignore[call-overload]
 
     @contextmanager
+    def _telling(self) -> Generator[None]:
+        """What fails here alone is told to the ranks that will wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            if self.method.curved is not None and not is_connection(error):
+                self.method.curved.engine.comm.fail(error)
+            raise
+
+    @contextmanager
     def _writing(self) -> Generator[None]:
         if self.world.main:
             board = self.config.tensorboard
@@ -249,6 +312,10 @@ class Trainer:
         finally:
             if self._metrics is not None:
                 self._metrics.close()
+
+    def _look(self, record: dict[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.look(record)
 
     def _write(self, kind: str, **values: Any) -> None:
         if self._metrics is not None:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from natgrad import KFAC, SPNGD
+from natgrad import KFAC, SPNGD, CommOptions, Polar
 from natgrad_lab.errors import UserError
 from natgrad_lab.train.config import CurvatureConfig, TrainConfig
 from natgrad_lab.train.schedules import make_damping, make_refresh
+
+Maker = Callable[[nn.Module, TrainConfig], Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ def make(model: nn.Module, config: TrainConfig, *, examples: int) -> Method:
     """The method a config asks for, on a training set of ``examples``."""
     if config.optimizer.name == "spngd":
         return _spngd(model, config, examples)
+    if config.optimizer.name == "polar":
+        return _polar(model, config, examples)
     optimizer = _plain(model, config)
     if not config.optimizer.kfac:
         return Method(optimizer=optimizer)
@@ -82,9 +86,9 @@ def make(model: nn.Module, config: TrainConfig, *, examples: int) -> Method:
         model,
         optimizer,
         damping=damping,
-        kl_clip=config.curvature.kl_clip,
         refresh=make_refresh(config, examples),
         **_shared(config),
+        **_rule(config),
     )
     sampled = config.curvature.fisher == "sampled"
     return Method(optimizer=optimizer, curved=kfac, damping=damping, sampled=sampled)
@@ -98,9 +102,12 @@ def _spngd(model: nn.Module, config: TrainConfig, examples: int) -> Method:
         momentum=config.optimizer.momentum,
         weight_decay=config.optimizer.weight_decay,
         damping=damping,
+        nesterov=config.optimizer.nesterov,
+        average=config.optimizer.average,
         refresh=make_refresh(config, examples),
         rescale_weights=config.curvature.rescale_weights,
         **_shared(config),
+        **_rule(config),
     )
     return Method(
         optimizer=optimizer,
@@ -110,13 +117,37 @@ def _spngd(model: nn.Module, config: TrainConfig, examples: int) -> Method:
     )
 
 
+def _polar(model: nn.Module, config: TrainConfig, examples: int) -> Method:
+    damping = make_damping(config, examples)
+    optimizer = Polar(
+        model,
+        lr=config.optimizer.lr,
+        momentum=config.optimizer.momentum,
+        weight_decay=config.optimizer.weight_decay,
+        damping=damping,
+        refresh=make_refresh(config, examples),
+        **_shared(config),
+    )
+    return Method(optimizer=optimizer, curved=optimizer, damping=damping)
+
+
+def _rule(config: TrainConfig) -> dict[str, Any]:
+    """The keywords that compose an update rule of KFAC and SPNGD."""
+    c = config.curvature
+    names = ("statistics", "scale", "whitening", "rest", "kl_clip", "damping_style")
+    names += ("fisher", "norm", "norm_damping_ratio")
+    rule: dict[str, Any] = {name: getattr(c, name) for name in names}
+    return rule if c.trust is None else rule | {"trust": c.trust}
+
+
 def _shared(config: TrainConfig) -> dict[str, Any]:
-    """The keywords that KFAC and SPNGD have in common."""
+    """The keywords that KFAC, SPNGD and Polar have in common."""
     curvature: CurvatureConfig = config.curvature
-    names = ("damping_style", "decay", "fisher", "norm", "norm_damping_ratio")
+    names = ("decay", "subsample", "placement")
     shared: dict[str, Any] = {name: getattr(curvature, name) for name in names}
-    shared["subsample"] = curvature.subsample
-    shared["placement"] = curvature.placement
+    # Adam's usual 0.999 remembers more steps than the short runs here have.
+    shared["beta2"] = min(config.optimizer.beta2, 0.95)
+    shared["comm"] = CommOptions(timeout=config.timeout)
     if curvature.strategy is not None:
         shared["strategy"] = curvature.strategy
     if config.data.name == "text":
@@ -126,14 +157,46 @@ def _shared(config: TrainConfig) -> dict[str, Any]:
 
 def _plain(model: nn.Module, config: TrainConfig) -> Optimizer:
     """Any optimizer that needs gradients only."""
-    makers: dict[str, Callable[[nn.Module, TrainConfig], Optimizer]] = {
+    if config.optimizer.trust:
+        return _trusted(model, config)
+    return _maker(config)(model, config)
+
+
+def _maker(config: TrainConfig) -> Maker:
+    makers: dict[str, Maker] = {
         "sgd": _sgd,
         "adamw": _adamw,
         "muon": _muon,
         "soap": _soap,
         "shampoo": _shampoo,
     }
-    return makers[config.optimizer.name](model, config)
+    return makers[config.optimizer.name]
+
+
+def _trusted(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """Matrices by the rule that was asked for, at their norm; AdamW for the rest."""
+    from natgrad_lab.train.trust import Parts
+
+    c = config.optimizer
+    matrices, rest = _by_shape(model)
+    parts = [(_maker(config)(nn.ParameterList(matrices), config), True)]
+    if rest:
+        betas = (c.momentum, min(c.beta2, 0.95))
+        lr = c.rest_lr or c.lr
+        parts += [(torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=0), False)]
+    return Parts(parts)
+
+
+def _by_shape(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Weights that inputs multiply, and the rest: biases, norms and embeddings."""
+    # Embeddings are tables of vectors: Muon's authors leave them to another rule.
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrix = {id(p): p.dim() >= 2 and id(p) not in tables for p in parameters}
+    return (
+        [p for p in parameters if matrix[id(p)]],
+        [p for p in parameters if not matrix[id(p)]],
+    )
 
 
 def _sgd(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -159,13 +222,10 @@ def _muon(model: nn.Module, config: TrainConfig) -> Optimizer:
     from natgrad_lab.train.muon import FlatMuon
 
     c = config.optimizer
-    # Embeddings are tables of vectors: Muon's authors leave them to another rule.
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    matrix = {id(p): p.dim() >= 2 and id(p) not in tables for p in parameters}
+    matrices, rest = _by_shape(model)
     return FlatMuon(
-        [p for p in parameters if matrix[id(p)]],
-        [p for p in parameters if not matrix[id(p)]],
+        matrices,
+        rest,
         lr=c.lr,
         rest_lr=c.rest_lr or c.lr,
         momentum=c.momentum,

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ import torch
 
 from natgrad_lab.errors import UserError
 from natgrad_lab.train.config import TrainConfig
+from natgrad_lab.train.files import write_whole
 
 PACKAGES = ("natgrad", "torch", "numpy", "scikit-learn", "pytorch_optimizer")
 
@@ -40,10 +42,25 @@ class Run:
         return self.folder / "metrics.jsonl"
 
 
+def launch() -> str:
+    """What is the same in all restarts of one torchrun, and in no other; or nothing."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name is None:
+        return ""
+    # torchrun's default name is "none"; its process then tells launches apart
+    return f"{socket.gethostname()}/{os.getppid()}" if name == "none" else name
+
+
 def choose_folder(name: str, out: Path | None) -> Path:
-    """The folder asked for, or a new one under runs/ that tells name and time."""
+    """The folder asked for, or a new one under runs/ that tells name and time.
+
+    After a restart by torchrun, the folder that this launch has begun.
+    """
     if out is not None:
         return out
+    begun = [each for each in Path("runs").glob(f"{name}-*") if launched_here(each)]
+    if begun:
+        return max(begun, key=lambda each: each.name)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = Path("runs") / f"{name}-{stamp}"
     tries = 1
@@ -51,6 +68,17 @@ def choose_folder(name: str, out: Path | None) -> Path:
         tries += 1
         folder = Path("runs") / f"{name}-{stamp}-{tries}"
     return folder
+
+
+def launched_here(folder: Path) -> bool:
+    """Whether a folder holds a run that an earlier start of this launch has made."""
+    path = folder / "versions.json"
+    if not (launch() and path.is_file() and (folder / "config.json").is_file()):
+        return False
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("launch") == launch()
+    except ValueError:
+        return False
 
 
 def create(folder: Path, name: str, config: TrainConfig) -> Run:
@@ -93,6 +121,7 @@ def versions() -> dict[str, Any]:
         "world": int(os.environ.get("WORLD_SIZE", "1")),
         "git": git_state(),
         "command": ["natgrad", *sys.argv[1:]],
+        "launch": launch(),
     }
 
 
@@ -152,4 +181,4 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -8,7 +8,7 @@ from functools import partial
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from natgrad import Adaptive, Every, Refresh, Scheduled
+from natgrad import Adaptive, Budget, Every, Refresh, Scheduled
 from natgrad.schedules import (
     DampingDecay,
     DampingWarmup,
@@ -115,10 +115,12 @@ def make_damping(config: TrainConfig, examples: int) -> Damping:
 
 
 def make_refresh(config: TrainConfig, examples: int) -> Refresh:
-    """The refresh rule of a config: Every, Scheduled or Adaptive."""
+    """The refresh rule of a config: Every, Scheduled, Adaptive or Budget."""
     refresh = config.refresh
     if refresh.kind == "adaptive":
         return Adaptive(tolerance=refresh.tolerance)
+    if refresh.kind == "budget":
+        return Budget(overhead=refresh.overhead)
     if refresh.kind != "every":
         per_epoch = max(1, round(examples / config.batch))
         return Scheduled(steps_per_epoch=per_epoch, rule=refresh.kind)

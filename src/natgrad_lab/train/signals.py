@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM as a request to stop after the current step."""
 
 import signal
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
@@ -9,16 +10,27 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+ECHO_SECONDS = 2.0
+"""A launcher passes on a signal that its workers have got too."""
+
+
 class StopRequest:
-    """Whether somebody asked to stop; the second Ctrl-C is not held back."""
+    """Whether somebody asked to stop; a second Ctrl-C, later, is not held back.
+
+    SIGTERM is: schedulers and launchers repeat it, and then send SIGKILL.
+    """
 
     def __init__(self) -> None:
         self.asked = False
+        self._first = 0.0
         self._before: dict[int, Any] = {}
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        signal.signal(number, self._before[number])
+        now = time.monotonic()
+        if not self.asked:
+            self.asked, self._first = True, now
+        elif number == signal.SIGINT and now - self._first > ECHO_SECONDS:
+            raise KeyboardInterrupt
 
     def listen(self) -> None:
         """Start to catch signals."""

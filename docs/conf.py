@@ -1,0 +1,36 @@
+"""Sphinx settings: ``make docs`` builds the pages into ``docs/_build`` offline."""
+
+import sys
+from importlib.metadata import version as installed
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+
+project = "natgrad"
+author = "natgrad contributors"
+project_copyright = author
+version = release = installed("natgrad")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"natgrad {release}"
+
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 3
+
+# `name` in a docstring is a Python object, linked where there is one.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+# Headings of tables that benchmarks write, and links to files outside of docs/, which a
+# test follows.
+suppress_warnings = ["myst.header", "myst.xref_missing"]

@@ -1,0 +1,137 @@
+"""Where a model calls natgrad, also when it is compiled, copied or pickled.
+
+Note [Compiled models]
+`torch.compile` does not notice hooks that change, and hooks that do anything cut its
+graph at every layer. So in a step in which something is due, compiled code runs as
+written (`torch.compiler.set_stance`), hooks and all. In all other steps the hooks do
+nothing but read one flag, and the graph is that of the model alone. This holds for
+hooks that were placed before and after the model was compiled or first called.
+"""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from natgrad.layers import Block
+
+BeforeModel = Callable[[tuple[Any, ...], dict[str, Any]], None]
+AfterLayer = Callable[
+    [Block, nn.Module, tuple[Any, ...], dict[str, Any], Any],
+    None,
+]
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def as_written(function: Function) -> Function:
+    """The function, never compiled."""
+    return cast(Function, torch.compiler.disable(function))
+
+
+class _Stance:
+    """Whether compiled code runs as written, for the whole process."""
+
+    def __init__(self) -> None:
+        self.watched: weakref.WeakSet[Hooks] = weakref.WeakSet()
+        self._eager: Any = None
+
+    def choose(self) -> None:
+        """As written while any model is watched; else as it was before."""
+        eager = any(True for _ in self.watched)
+        if eager and self._eager is None:
+            self._eager = torch.compiler.set_stance("force_eager")
+        elif not eager and self._eager is not None:
+            self._eager.__exit__(None, None, None)
+            self._eager = None
+
+
+_STANCE = _Stance()
+
+
+class Hooks:
+    """Calls back before a model's forward and after each layer's, while ``watching``.
+
+    Hooks are copied and pickled with a model; in the copy they do nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[Block],
+        before_model: BeforeModel,
+        after_layer: AfterLayer,
+    ) -> None:
+        self.watching = False
+        weakref.finalize(self, _STANCE.choose)
+        # A caller may have set the stance itself: then the graph is cut after all.
+        self._before_model = as_written(before_model)
+        self._after_layer = as_written(after_layer)
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._model_hook, with_kwargs=True)
+        ]
+        for block in blocks:
+            for module in block.modules:
+                hook = partial(self._layer_hook, block)
+                handle = module.register_forward_hook(hook, with_kwargs=True)
+                self._handles.append(handle)
+
+    def __reduce__(self) -> tuple[Callable[[], "Hooks"], tuple[()]]:
+        return _idle, ()
+
+    def watch(self, on: bool) -> None:
+        """Call back, or not, from the next forward on."""
+        self.watching = on
+        (_STANCE.watched.add if on else _STANCE.watched.discard)(self)
+        _STANCE.choose()
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self.watch(False)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _model_hook(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self.watching:
+            self._before_model(args, kwargs)
+
+    def _layer_hook(
+        self,
+        block: Block,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        if self.watching:
+            self._after_layer(block, module, args, kwargs, output)
+
+
+def _idle() -> Hooks:
+    return Hooks(nn.Identity(), [], _do_nothing, _do_nothing)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+def batch_size(tree: Any) -> int:
+    """The first dim of the first tensor in a model's arguments; 0 if there is none."""
+    if isinstance(tree, Tensor):
+        return tree.shape[0] if tree.dim() else 0
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(tree, list | tuple):
+        for leaf in tree:  # pyright: ignore[reportUnknownVariableType]
+            size = batch_size(leaf)
+            if size:
+                return size
+    return 0

@@ -1,0 +1,81 @@
+"""Each example's own gradient of a layer, and its second moment in a basis.
+
+This is what EKFAC (George et al. 2018) scales by: the exact diagonal of the Fisher in
+the eigenbases of A and G. Bases are as in `rules.py`; a result is a sum over examples
+``(s, m * n)``, the diagonal of a stack of matrices of size m * n.
+
+Letters: e examples, t positions, s groups, m outputs, n inputs (the bias last).
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from natgrad.math import products
+from natgrad.math.convolution import windows
+from natgrad.math.geometry import ConvGeometry, pad
+from natgrad.math.products import sum_dtype
+from natgrad.math.rules import into_basis
+
+
+def squares_in_basis(
+    gradients: Iterable[Tensor], right: Tensor, left: Tensor
+) -> Tensor:
+    """Sum of squares of ``Q_left^T V Q_right`` over examples' V ``(e, s, m, n)``."""
+    parts = [into_basis(v, right, left).square_().sum(0) for v in gradients]
+    return torch.stack(parts).sum(0).flatten(1)
+
+
+def rank_one_squares(x: Tensor, g: Tensor, right: Tensor, left: Tensor) -> Tensor:
+    """The same for V = g x^T, rows ``(e, n)`` and ``(e, m)``: two small products."""
+    x = x @ right[0] if right.numel() else x
+    g = g @ left[0] if left.numel() else g
+    return (g.square().mT @ x.square()).reshape(1, -1)
+
+
+def linear_gradients(x: Tensor, g: Tensor) -> Iterator[Tensor]:
+    """Of inputs ``(e, t, n)`` and output gradients ``(e, t, m)``: ``(e, 1, m, n)``."""
+    size = x.shape[-1] * g.shape[-1]
+    for xs, gs in zip(_split(x, size), _split(g, size), strict=True):
+        yield (gs.mT @ xs).unsqueeze(1)
+
+
+def conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Iterator[Tensor]:
+    """Of images ``(e, C, ...)`` and output gradients: ``(e, s, m, n)``."""
+    groups = geometry.groups
+    inputs = x.shape[1] // groups * geometry.taps
+    size = max(x.shape[1] * geometry.taps * math.prod(g.shape[2:]), g[0].numel())
+    mode = geometry.padding_mode.replace("zeros", "constant")
+    for xs, gs in zip(_split(x, size), _split(g, size), strict=True):
+        padded = pad(xs, geometry.padding, mode)
+        patches = windows(padded, geometry).reshape(len(xs), groups, inputs, -1)
+        outputs = gs.reshape(len(gs), groups, g.shape[1] // groups, -1)
+        gradient = outputs @ patches.mT
+        if geometry.bias:
+            gradient = torch.cat((gradient, outputs.sum(-1, keepdim=True)), -1)
+        yield gradient
+
+
+def table_squares(indices: Tensor, g: Tensor, vocabulary: int, left: Tensor) -> Tensor:
+    """Of an embedding: indices ``(e, t)``, gradients ``(e, t, m)``; A is diagonal.
+
+    An index that an example reads twice gets the square of the sum.
+    """
+    g = g @ left[0] if left.numel() else g
+    example = torch.arange(len(indices), device=g.device).unsqueeze(1)
+    keys, inverse = torch.unique(example * vocabulary + indices, return_inverse=True)
+    sums = g.new_zeros(len(keys), g.shape[-1])
+    sums.index_add_(0, inverse.flatten(), g.flatten(0, 1))
+    table = g.new_zeros(vocabulary, g.shape[-1])
+    table.index_add_(0, keys % vocabulary, sums.square())
+    return table.mT.reshape(1, -1)
+
+
+def _split(x: Tensor, size: int) -> Iterator[Tensor]:
+    """Runs of examples, widened, of which ``size`` numbers each stay in a cache."""
+    dtype = sum_dtype(x)
+    count = max(1, products.BLOCK_BYTES // (size * dtype.itemsize))
+    for part in torch.split(x, count):
+        yield part.to(dtype)

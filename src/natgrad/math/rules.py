@@ -1,0 +1,105 @@
+"""How statistics scale a gradient, besides the inverse of their Kronecker product.
+
+Letters: a block's gradient V is ``(s, m, n)``. A basis is the orthogonal matrix Q of
+eigenvectors of a factor, ``(s, n, n)`` on the right or ``(s, m, m)`` on the left; an
+empty tensor stands for the identity. ``W`` is any root of a damped inverse:
+``W W^T = (X + damping I)^-1``.
+"""
+
+import torch
+from torch import Tensor
+
+# Rows of a weight count with at least this norm, so that one that begins at zero moves.
+LEAST_ROW = 0.1
+
+
+def into_basis(gradient: Tensor, right: Tensor, left: Tensor) -> Tensor:
+    """``Q_left^T V Q_right``."""
+    if right.numel():
+        gradient = gradient @ right
+    return left.mT @ gradient if left.numel() else gradient
+
+
+def out_of_basis(rotated: Tensor, right: Tensor, left: Tensor) -> Tensor:
+    """``Q_left V Q_right^T``: undoes `into_basis`."""
+    if right.numel():
+        rotated = rotated @ right.mT
+    return left @ rotated if left.numel() else rotated
+
+
+def adaptive_scale(rotated: Tensor, square: Tensor, damping: float) -> Tensor:
+    """``V / (sqrt(S) + damping rms)``, elementwise; rms is the root of the mean of S.
+
+    S is the second moment of the gradient in the same basis, without bias. Entries
+    that never had a gradient stay as they are, zero.
+    """
+    root = square.sqrt()
+    floor = damping * square.mean((1, 2), keepdim=True).sqrt()
+    least = torch.finfo(root.dtype).tiny
+    return rotated / (root + floor).clamp_min(least)
+
+
+def corrected_scale(rotated: Tensor, curvature: Tensor, damping: float) -> Tensor:
+    """``V / (S + damping)``, elementwise (EKFAC, George et al. 2018, eq. 10).
+
+    With no damping, directions whose curvature is zero up to rounding are left out, as
+    in a pseudo-inverse.
+    """
+    damped = curvature + damping
+    eps = max(curvature.shape[1:]) * torch.finfo(curvature.dtype).eps
+    floor = 0.0 if damping else eps * curvature.amax((1, 2), keepdim=True)
+    return torch.where(damped > floor, rotated / damped, 0.0)
+
+
+def moved_moment(
+    square: Tensor,
+    right: tuple[Tensor, Tensor] | None,
+    left: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """A second moment ``(s, m, n)`` when a basis is replaced: (old Q, new Q) a side.
+
+    It is the diagonal of a matrix; this is the diagonal of the same matrix in the new
+    basis: with ``R = Q_old^T Q_new`` on both sides, ``(R_left^2)^T S R_right^2``, the
+    squares elementwise. None: that side stays as it is.
+    """
+    if right is not None:
+        square = square @ (right[0].mT @ right[1]).square()
+    if left is not None:
+        square = (left[1].mT @ left[0]).square() @ square
+    return square
+
+
+def whiten(gradient: Tensor, right: Tensor | None, left: Tensor | None) -> Tensor:
+    """``W_left^T V W_right``; roots ``(s, n, n)``, diagonal ``(s, n)``, or None."""
+    return _between(gradient, right, None if left is None else _transposed(left))
+
+
+def whiten_back(polar: Tensor, right: Tensor | None, left: Tensor | None) -> Tensor:
+    """``W_left P W_right^T``.
+
+    Whatever roots W are taken, for P the polar factor of `whiten` this is the same:
+    another root differs by an orthogonal matrix, which the polar factor passes on.
+    """
+    return _between(polar, None if right is None else _transposed(right), left)
+
+
+def trust_ratio(weight_norm: Tensor, update_norm: Tensor, rows: int) -> Tensor:
+    """``|w| / |u|``: gives an update the norm of its weight (LARS, You et al. 2017).
+
+    ``rows`` is the number of outputs. A weight that is (nearly) zero counts as if its
+    rows had norm `LEAST_ROW`; an update of zero stays zero.
+    """
+    norm = weight_norm.clamp_min(LEAST_ROW * rows**0.5)
+    return torch.where(update_norm > 0, norm / update_norm, 0.0)
+
+
+def _between(x: Tensor, right: Tensor | None, left: Tensor | None) -> Tensor:
+    if right is not None:
+        x = x * right.unsqueeze(1) if right.dim() == 2 else x @ right
+    if left is not None:
+        x = x * left.unsqueeze(2) if left.dim() == 2 else left @ x
+    return x
+
+
+def _transposed(root: Tensor) -> Tensor:
+    return root if root.dim() == 2 else root.mT

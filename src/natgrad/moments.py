@@ -1,0 +1,134 @@
+"""Second moments of gradients: the state of the ``"adaptive"`` rules, on workers.
+
+Note [Second moments and bases]
+A block's second moment is kept in the eigenbases of its factors, on every rank that
+preconditions the block: all of them have the same gradients and bases, so their
+moments are the same. A refresh replaces the bases, and the moment follows: what is kept
+is the diagonal of the gradient's second moment in the old basis, and it becomes the
+diagonal of that same matrix in the new one (`natgrad.math.rules.moved_moment`).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from natgrad.comm import Communicator
+from natgrad.layers import Block
+from natgrad.math.rules import moved_moment
+from natgrad.plan import Plan
+from natgrad.registration import shape_of
+
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
+Bases = tuple[Tensor, Tensor]
+"""Q on the right and on the left; an empty tensor is the identity."""
+
+
+@dataclass(kw_only=True)
+class Moment:
+    """``square`` ``(s, m, n)``: the running average of squares, over ``steps``."""
+
+    square: Tensor
+    steps: int = 0
+
+
+class Moments:
+    """One `Moment` for each block that an adaptive rule has scaled on this rank."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Moment] = {}
+
+    def update(self, name: str, gradient: Tensor, beta2: float) -> Tensor:
+        """Add a gradient in the block's basis; returns the average without bias."""
+        if name not in self.states:
+            self.states[name] = Moment(square=torch.zeros_like(gradient))
+        state = self.states[name]
+        state.square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        state.steps += 1
+        return state.square / (1 - beta2**state.steps)
+
+    def follow(self, old: Mapping[str, Bases], new: Mapping[str, Bases]) -> None:
+        """Move the moments of blocks whose bases were replaced by a refresh."""
+        for name, state in self.states.items():
+            if name in old and name in new:
+                shape = tuple(state.square.shape)
+                state.square = moved(state.square, shape, old[name], new[name])
+
+    def save(self) -> dict[str, Any]:
+        """Tensors and numbers by block name."""
+        return {
+            name: {"square": state.square, "steps": state.steps}
+            for name, state in self.states.items()
+        }
+
+    @staticmethod
+    def loaded(saved: Mapping[str, Any], blocks: Iterable[Block]) -> dict[str, Moment]:
+        """The states that `save` wrote; raises if they are of other blocks."""
+        shapes = {block.name: shape_of(block) for block in blocks}
+        for name, entry in saved.items():
+            shape = tuple(entry["square"].shape)
+            if shape != shapes.get(name):
+                raise ValueError(
+                    f"The second moment of {name!r} was saved with shape {shape}. Must "
+                    f"be {shapes.get(name, 'that of a block of this model')}."
+                )
+        device = {block.name: block.parameters[0].device for block in blocks}
+        return {
+            name: Moment(
+                square=entry["square"].detach().to(device[name], copy=True),
+                steps=int(entry["steps"]),
+            )
+            for name, entry in saved.items()
+        }
+
+    def gather(
+        self, blocks: Iterable[Block], plan: Plan, comm: Communicator, like: Tensor
+    ) -> None:
+        """Collective: put every block's moment on every rank."""
+        if comm.world == 1:
+            return
+        blocks = list(blocks)
+        first = {b.name: plan.workers[b.name][0] for b in blocks}
+        held = [
+            self.states[b.name].steps
+            if b.name in self.states and first[b.name] == comm.rank
+            else 0
+            for b in blocks
+        ]
+        known: list[float] = comm.agree(like.new_tensor(held)).tolist()
+        for block, steps in zip(blocks, map(round, known), strict=True):
+            if not steps:
+                continue
+            state = self.states.get(block.name)
+            empty = like.new_empty(shape_of(block))
+            square = empty if state is None else state.square.contiguous()
+            square = comm.broadcast(square, first[block.name])
+            self.states[block.name] = Moment(square=square, steps=steps)
+
+    def release(self, plan: Plan, rank: int) -> None:
+        """Forget the moments of blocks that this rank does not work on."""
+        names = [name for name in self.states if rank not in plan.workers[name]]
+        for name in names:
+            del self.states[name]
+
+
+def moved(
+    x: MaybeTensor, shape: tuple[int, ...], old: Bases, new: Bases
+) -> MaybeTensor:
+    """A second moment of a block of this shape, in any shape, in its new bases."""
+    right, left = (_replaced(*pair) for pair in zip(old, new, strict=True))
+    if x is None or (right is None and left is None):
+        return x
+    return moved_moment(x.reshape(shape), right, left).reshape(x.shape)
+
+
+def _replaced(old: Tensor, new: Tensor) -> Bases | None:
+    """Both bases if they differ; None if a side stays as it is."""
+    if new is old or not new.numel():
+        return None
+    if not old.numel():  # the identity, before the first refresh
+        old = torch.eye(new.shape[-1], dtype=new.dtype, device=new.device)
+        old = old.expand_as(new)
+    return old, new

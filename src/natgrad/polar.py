@@ -1,0 +1,123 @@
+"""Polar: whitened, orthogonalised gradients at the norm of each layer's weight."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad import config
+from natgrad.auto import Profile
+from natgrad.comm import CommOptions
+from natgrad.layers import Block
+from natgrad.math import foreach
+from natgrad.plan import Strategy
+from natgrad.refresh import Every, Refresh
+from natgrad.spngd import SPNGD
+
+DEFAULT_REFRESH = Every(statistics=5, inverses=5)
+
+
+class Polar(SPNGD):
+    """An optimizer for whole networks: whitened, orthogonalised, layer by layer.
+
+    For a layer with weight w (and bias), V the running average of its gradient with
+    Nesterov's look-ahead, A the second moment of its inputs, and a the mean eigenvalue
+    of A::
+
+        W W^T = (A + damping a I)^-1        a root of the damped inverse, by Cholesky
+        U     = polar(V W) W^T              all singular values of V W become 1
+        w    <- w - lr |w| U / |U|          a learning rate of 0.02 changes w by 2%
+
+    This is `SPNGD` with ``statistics="inputs"``, ``scale="orthogonal"``,
+    ``trust="layer"``, ``average="gradient"``, ``nesterov=True``, ``rest="adaptive"``
+    and ``damping_style="relative"``. Biases without a weight, normalisation layers and
+    parameters of unknown layers follow Adam's rule with the same learning rate. No
+    gradient statistic is estimated. ::
+
+        optimizer = natgrad.Polar(model, lr=0.1)
+
+    Args:
+        model: the module to train, or one wrapped in `DistributedDataParallel`.
+        lr: learning rate, > 0: the relative change of every layer in a step. LR
+            schedulers and parameter groups can change it.
+        momentum: of the running average of gradients, in [0, 1).
+        weight_decay: each step also takes lr times this part of the weight away;
+            biases, norms and parameters without a block keep theirs.
+        damping: lambda, relative to the mean eigenvalue of A: a number >= 0 or a
+            function of the step.
+        decay: weight of the old value in the running averages of A, in [0, 1).
+        refresh: when A is estimated and inverted: `Every`, `Scheduled` or `Adaptive`.
+        beta2: decay of the second moments of parameters without a block.
+        param_groups: groups made of ``named_parameters``, for options of their own.
+
+    As for `KFAC`: loss, accumulation, sharing, skip, subsample, grad_scaler, strategy,
+    placement, profile, comm, group.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        *,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        damping: config.Damping = 1.0,
+        decay: float = 0.8,
+        refresh: Refresh = DEFAULT_REFRESH,
+        beta2: float = 0.95,
+        param_groups: Iterable[dict[str, Any]] | None = None,
+        loss: config.Loss = "mean",
+        accumulation: config.Accumulation = "mean",
+        sharing: config.Sharing = "expand",
+        skip: Collection[str] = (),
+        subsample: int = 1,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        strategy: str | Strategy = "spngd",
+        placement: str = "longest_first",
+        profile: Profile | None = None,
+        comm: CommOptions | None = None,
+        group: Any = None,
+    ) -> None:
+        super().__init__(
+            model,
+            lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            nesterov=True,
+            average="gradient",
+            param_groups=param_groups,
+            statistics="inputs",
+            scale="orthogonal",
+            trust="layer",
+            rest="adaptive",
+            beta2=beta2,
+            damping=damping,
+            damping_style="relative",
+            decay=decay,
+            refresh=refresh,
+            loss=loss,
+            accumulation=accumulation,
+            sharing=sharing,
+            norm="skip",
+            skip=skip,
+            subsample=subsample,
+            grad_scaler=grad_scaler,
+            strategy=strategy,
+            placement=placement,
+            profile=profile,
+            comm=comm,
+            group=group,
+        )
+
+    def _decayed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A gradient that is given another length has no room for a weight's part."""
+        return gradients
+
+    def _update(self, blocks: list[Block], updates: dict[str, Tensor]) -> None:
+        weights = {id(b.parameters[0]) for b in blocks if b.is_factored}
+        for group, params, _ in self._by_group(updates):
+            decayed = [p for p in params if id(p) in weights]
+            if group["weight_decay"] and decayed:
+                foreach.scale_(decayed, 1 - group["lr"] * group["weight_decay"])
+        super()._update(blocks, updates)

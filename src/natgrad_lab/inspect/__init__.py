@@ -1,0 +1,1 @@
+"""One page that shows what every layer of a run does."""

@@ -1,0 +1,146 @@
+"""What a trial leaves behind: its curve, one point an evaluation."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from natgrad_lab.study.points import Point
+from natgrad_lab.train.metrics import Record
+
+Ended = Literal["done", "diverged"]
+Metric = Literal["loss", "accuracy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A trial over time. Every tuple has one entry an evaluation.
+
+    ``losses`` are training losses, averaged since the evaluation before;
+    ``accuracies`` are test accuracies in percent; ``seconds`` and ``cpu_seconds``
+    count training only, not evaluations.
+    """
+
+    steps: tuple[int, ...] = ()
+    epochs: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    accuracies: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+    cpu_seconds: tuple[float, ...] = ()
+    ending: Ended = "done"
+
+    def values(self, metric: Metric) -> tuple[float, ...]:
+        """The losses or the accuracies."""
+        return self.losses if metric == "loss" else self.accuracies
+
+    @property
+    def diverged(self) -> bool:
+        """Whether it ended early because the loss was not finite."""
+        return self.ending == "diverged"
+
+    @property
+    def step_seconds(self) -> float:
+        """Processor seconds an update; not a number without a point."""
+        return self.cpu_seconds[-1] / self.steps[-1] if self.steps else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A point of the study and its curve (with repeats: their mean)."""
+
+    point: Point
+    curve: Curve
+
+    @property
+    def batch(self) -> int:
+        """Examples an update."""
+        return self.point.batch
+
+    @property
+    def method(self) -> str:
+        """sgd, kfac or spngd."""
+        return self.point.method
+
+
+def from_records(records: Sequence[Record], ending: Ended) -> Curve:
+    """The curve of a run's records (`read_metrics`)."""
+    tests = [each for each in records if each["kind"] == "test"]
+    trains = [each for each in records if each["kind"] == "train"]
+    tests = [each for each in tests if math.isfinite(each["loss"])]
+    return Curve(
+        steps=tuple(each["step"] for each in tests),
+        epochs=tuple(each["epoch"] for each in tests),
+        losses=tuple(_between(trains, [each["step"] for each in tests])),
+        accuracies=tuple(each["accuracy"] for each in tests),
+        seconds=tuple(each["seconds"] for each in tests),
+        cpu_seconds=tuple(each["cpu_seconds"] for each in tests),
+        ending=ending,
+    )
+
+
+def _between(trains: Sequence[Record], ends: Sequence[int]) -> list[float]:
+    """Mean training loss an update in (the end before, the end]."""
+    losses: list[float] = []
+    before, index = 0, 0
+    for end in ends:
+        total, count = 0.0, 0
+        while index < len(trains) and trains[index]["step"] <= end:
+            updates = trains[index]["step"] - before
+            total += trains[index]["loss"] * updates
+            count += updates
+            before = trains[index]["step"]
+            index += 1
+        if count:
+            losses.append(total / count)
+        else:  # no record since the last evaluation: nothing newer is known
+            losses.append(losses[-1] if losses else math.nan)
+    return losses
+
+
+def to_plain(curve: Curve) -> dict[str, Any]:
+    """A curve as JSON types; what is not finite becomes null."""
+    return {
+        name: [_finite(x) for x in value] if isinstance(value, tuple) else value
+        for name, value in asdict(curve).items()
+    }
+
+
+def from_plain(value: dict[str, Any]) -> Curve:
+    """Undo `to_plain`; null becomes not a number."""
+    parts: dict[str, Any] = {
+        name: tuple(math.nan if x is None else x for x in item)
+        if isinstance(item, list)
+        else item
+        for name, item in value.items()
+    }
+    return Curve(**parts)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def mean_curve(curves: Sequence[Curve]) -> Curve:
+    """Repeats of one configuration as one: means, point by point.
+
+    One diverged repeat makes the configuration diverged; its points are those that all
+    repeats have.
+    """
+    if len(curves) == 1:
+        return curves[0]
+    length = min(len(curve.steps) for curve in curves)
+    ended = [curve.ending for curve in curves]
+
+    def mean(name: str) -> tuple[float, ...]:
+        rows = [getattr(curve, name)[:length] for curve in curves]
+        return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))
+
+    return Curve(
+        steps=curves[0].steps[:length],
+        epochs=curves[0].epochs[:length],
+        losses=mean("losses"),
+        accuracies=mean("accuracies"),
+        seconds=mean("seconds"),
+        cpu_seconds=mean("cpu_seconds"),
+        ending="diverged" if "diverged" in ended else "done",
+    )

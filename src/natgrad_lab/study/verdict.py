@@ -1,0 +1,160 @@
+"""A study's answer in plain words, from its tables alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from natgrad_lab.study.curves import Metric
+from natgrad_lab.study.draw import NAMES
+from natgrad_lab.study.reading import (
+    Criterion,
+    costs_to,
+    ideal_speedup,
+    scales_until,
+    speedups,
+)
+from natgrad_lab.study.results import METRICS, Results
+from natgrad_lab.study.tables import (
+    best_table,
+    cost_table,
+    good_criterion,
+    robustness_table,
+)
+
+
+def verdict(results: Results) -> list[str]:
+    """Sentences: how each method scales, how wide its good region is, what it costs."""
+    said = [_scope(results)]
+    for metric in METRICS:
+        said += _scaling(results, metric)
+    said += _comparison(results)
+    said += _robustness(results)
+    said += _cost(results)
+    said += _best(results)
+    return said
+
+
+def _scope(results: Results) -> str:
+    spec, done = results.spec, len(results.single)
+    rest = f", {results.unfinished} not finished yet" if results.unfinished else ""
+    diverged = sum(each.curve.diverged for each in results.single)
+    sizes = ", ".join(f"{m:,}" for m in results.batches)
+    return (
+        f"{done} trials of {spec.recipe} have ended{rest}; {diverged} of them diverged "
+        f"and count as failures. Batch sizes: {sizes}. Speedups are in iterations, "
+        f"against batch {results.base:,}."
+    )
+
+
+def _scaling(results: Results, metric: Metric) -> list[str]:
+    """Where each method stops scaling towards the last target of a metric."""
+    targets = results.targets(metric)
+    if not targets:
+        return [f"No target {metric} follows from these curves."]
+    return [_scales(results, method, targets[-1]) for method in results.methods]
+
+
+def _scales(results: Results, method: str, target: Criterion) -> str:
+    name, base = NAMES[method], results.base
+    found = speedups(costs_to(results.of(method), target), base)
+    if not found:
+        return f"{name} does not reach {target.label} at batch {base:,}: no speedup."
+    last = scales_until(found, results.batches, base)
+    following = [m for m in results.batches if m > last]
+    if not following:
+        return (
+            f"{name}, to {target.label}: has at least half of the ideal speedup up to "
+            f"the largest batch, {last:,} ({_gain(found, last, base)})."
+        )
+    start = f"{name}, to {target.label}: stops scaling after batch {last:,}"
+    if last > base:
+        start += f" ({_gain(found, last, base)})"
+    missed = following[0]
+    if missed not in found:
+        return f"{start}; at {missed:,} it does not reach the target."
+    return f"{start}; at {missed:,} it gains {_gain(found, missed, base)}."
+
+
+def _gain(found: dict[int, float], batch: int, base: int) -> str:
+    return f"{found[batch]:.2g}x of an ideal {ideal_speedup(batch, base):.3g}x"
+
+
+def _comparison(results: Results) -> list[str]:
+    """002's first question, between SGD and each other method."""
+    if "sgd" not in results.methods:
+        return []
+    said = []
+    for method in results.methods:
+        if method == "sgd":
+            continue
+        wins = losses = 0
+        for criterion in [t for m in METRICS for t in results.targets(m)]:
+            mine = speedups(costs_to(results.of(method), criterion), results.base)
+            sgd = speedups(costs_to(results.of("sgd"), criterion), results.base)
+            for batch in (set(mine) & set(sgd)) - {results.base}:
+                wins += mine[batch] > sgd[batch]
+                losses += mine[batch] < sgd[batch]
+        said.append(_who_scales(NAMES[method], wins, losses))
+    return said
+
+
+def _who_scales(name: str, wins: int, losses: int) -> str:
+    total = wins + losses
+    if not total:
+        return f"{name} and SGD cannot be compared: no target has both speedups."
+    if 3 * wins >= 2 * total:
+        how = f"{name} scales better than SGD"
+    elif 3 * wins <= total:
+        how = f"{name} scales no better than SGD"
+    else:  # less than two thirds either way is no difference
+        how = f"{name} and SGD scale about alike"
+    return f"{how}: its speedup is the larger one in {wins} of {total} comparisons."
+
+
+def _robustness(results: Results) -> list[str]:
+    criterion = good_criterion(results)
+    if criterion is None:
+        return []
+    rows = robustness_table(results)
+    said = [
+        f"A configuration is good when it reaches a test accuracy of "
+        f"{criterion.value:.2f} %."
+    ]
+    for method in results.methods:
+        own = [row for row in rows if row["method"] == method]
+        said.append(
+            f"{NAMES[method]}'s good region: {_shares(own, 'good_at_end')} of its grid "
+            f"at the end of training; {_shares(own, 'good_in_epochs')} when stopped "
+            f"after {own[0]['epochs']:.3g} epochs; "
+            f"{_shares(own, 'good_in_iterations')} when stopped after "
+            f"{own[0]['iterations']} iterations."
+        )
+    return said
+
+
+def _shares(rows: Sequence[dict[str, Any]], name: str) -> str:
+    return ", ".join(f"{100 * row[name]:.0f} % at {row['batch']:,}" for row in rows)
+
+
+def _cost(results: Results) -> list[str]:
+    said = []
+    for method in results.methods:
+        rows = [row for row in cost_table(results) if row["method"] == method]
+        rows = [row for row in rows if row["over_sgd"] is not None]
+        if method == "sgd" or not rows:
+            continue
+        parts = [f"{row['over_sgd']:.1f}x at {row['batch']:,}" for row in rows]
+        said.append(
+            f"An update of {NAMES[method]} took {', '.join(parts)} the processor time "
+            "of SGD's on this machine (iterations do not show it, figure 11 does)."
+        )
+    return said
+
+
+def _best(results: Results) -> list[str]:
+    rows = [row for row in best_table(results) if row["by"] == "accuracy"]
+    said = []
+    for method in results.methods:
+        own = [row for row in rows if row["method"] == method]
+        parts = [f"{row['accuracy']:.2f} % at {row['batch']:,}" for row in own]
+        said.append(f"{NAMES[method]}'s best test accuracy: {', '.join(parts)}.")
+    return said

@@ -1,0 +1,201 @@
+"""Hostile numbers: what a step makes of them is finite and a descent, on all ranks."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.faults.poison import Poison, train_poisoned
+from tests.toys import backward, mlp, parameters, sgd, train
+from tests.world import run_world
+from torch import Tensor, nn
+
+import natgrad
+from natgrad.comm import CommOptions
+
+FINITE = {"allow_nan": False, "allow_infinity": False}
+
+
+def factor(kind: str, rows: int, size: int, scale: float, seed: int) -> Tensor:
+    """Examples whose second moment is of a hostile kind."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, size, generator=generator)
+    if kind == "deficient":
+        x = x[:, :1] * torch.randn(1, size, generator=generator)
+    elif kind == "one hot":
+        x = torch.eye(size)[torch.arange(rows) % size]
+    elif kind == "zero":
+        x = torch.zeros(rows, size)
+    elif kind == "spread":
+        x = x * torch.logspace(-6, 6, size)
+    return x * scale
+
+
+KINDS = ["full", "deficient", "one hot", "zero", "spread"]
+SCALES = [1e-42, 1e-30, 1e-15, 1e-6, 1.0, 1e6, 1e12, 1e18]
+
+
+@pytest.mark.filterwarnings("ignore:Step 0 is skipped")
+@settings(deadline=None, max_examples=60)
+@given(
+    kind=st.sampled_from(KINDS),
+    scale=st.sampled_from(SCALES),
+    gradient=st.sampled_from(SCALES[1:-1]),
+    rows=st.integers(1, 6),
+    size=st.integers(1, 5),
+    style=st.sampled_from(["eigen", "factored"]),
+    damping=st.sampled_from([1e-12, 1e-6, 1e-3, 1.0, 1e6]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 100),
+)
+def test_any_factor_gives_a_finite_descent(
+    kind: str,
+    scale: float,
+    gradient: float,
+    rows: int,
+    size: int,
+    style: Any,
+    damping: float,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    model = nn.Linear(size, 3).to(dtype)
+    x = factor(kind, rows, size, scale, seed).to(dtype)
+    options: dict[str, Any] = {"damping": damping, "damping_style": style}
+    with natgrad.KFAC(model, lr=0.1, kl_clip=None, **options) as kfac:
+        outputs = model(x)
+        weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(1))
+        (outputs.float() * weights * gradient).mean().backward()
+        before = [_of(p).double() for p in model.parameters()]
+        assert all(bool(g.isfinite().all()) for g in before)
+        kfac.step()
+        if kfac.health()["skipped_steps"]:  # the norm is beyond the dtype
+            return
+        after = [_of(p).double() for p in model.parameters()]
+    assert all(bool(g.isfinite().all()) for g in after)
+    old, new = (torch.cat([x.flatten() for x in xs]) for xs in (before, after))
+    # An update is rounded to the parameters' type when it is written.
+    rounding = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    assert torch.dot(old, new) > -rounding * old.norm() * new.norm()
+
+
+def _of(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return p.grad.clone()
+
+
+def singular(case: str) -> tuple[Any, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU())
+    model.append(nn.Linear(5, 3))
+    x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    if case == "one example":
+        x, y = x[:1], y[:1]
+    elif case == "equal examples":
+        x, y = x[:1].expand(6, 4), y[:1].expand(6)
+    elif case == "dead ReLU":
+        nn.init.constant_(model[2].bias, -1e6)
+    elif case == "frozen":
+        model[2].requires_grad_(False)
+    elif case == "zero input":
+        x = torch.zeros_like(x)
+    return model, x, y
+
+
+CASES = ["one example", "equal examples", "dead ReLU", "frozen", "zero input"]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("method", ["kfac", "spngd"])
+@pytest.mark.filterwarnings("ignore:KFAC saw no", "ignore:natgrad saw no")
+def test_singular_batches_and_dead_layers(case: str, method: str) -> None:
+    model, x, y = singular(case)
+    optimizer: Any = natgrad.SPNGD(model, lr=0.01, damping=1e-3)
+    if method == "kfac":
+        optimizer.close()
+        optimizer = sgd(model, refresh=natgrad.Every())[0]
+    frozen = model[2].weight.detach().clone()
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0]
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert torch.equal(frozen, model[2].weight) == (case in ("frozen", "dead ReLU"))
+
+
+def test_a_layer_added_to_a_run() -> None:
+    """KFAC leaves it to the optimizer; SPNGD, which would not train it, says so."""
+    model: Any = mlp(torch.float32)
+    optimizer, _ = sgd(model)
+    train(model, optimizer, range(2))
+    model.append(nn.Linear(3, 3))
+    optimizer.add_param_group({"params": list(model[4].parameters())})
+    before = parameters(model)
+    train(model, optimizer, range(2, 4))
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert not any(
+        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+    )
+    other = mlp(torch.float32)
+    spngd = natgrad.SPNGD(other, lr=0.01)
+    train(other, spngd, range(2))
+    other.append(nn.Linear(3, 3))
+    backward(other, 2)
+    with pytest.raises(RuntimeError, match=r"4\.weight was added, frozen or unfrozen"):
+        spngd.step()
+
+
+POISONS = [
+    Poison(step=step, place=place, value=value, rank=rank)
+    for step, (place, value, rank) in enumerate(
+        [
+            ("batch", math.nan, 0),
+            ("activation", math.inf, 1),
+            ("gradient", -math.inf, None),
+            ("statistic", math.nan, 1),
+            ("inverse", math.nan, None),
+            ("batch", math.inf, None),
+            ("gradient", math.nan, 1),
+            ("statistic", math.inf, None),
+        ]
+    )
+]
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:Step", "ignore:The inverse of")
+def test_poison_on_one_rank_or_all_is_met_alike() -> None:
+    for method in ("spngd", "ddp"):
+        ranks = run_world(2, train_poisoned, method, POISONS)
+        assert ranks[0]["digest"] == ranks[1]["digest"]
+        assert all(rank["finite"] for rank in ranks)
+        assert ranks[0]["health"] == ranks[1]["health"]
+        health = ranks[0]["health"]
+        assert health["skipped_steps"] == 5
+        assert sum(health["quarantined"].values()) == 2
+
+
+def _huge_inverse(rank: int) -> bool:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    comm = CommOptions(precision=torch.float16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    natgrad.KFAC(model, optimizer, damping=1e-9, damping_style="factored", comm=comm)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(4, 3) * 1e-5) * 1e-5).sum().backward()
+        optimizer.step()
+    return all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.processes
+def test_an_inverse_beyond_float16_is_sent_at_its_limit() -> None:
+    assert run_world(2, _huge_inverse) == [True, True]

@@ -1,0 +1,276 @@
+"""Tables, figures, verdict and page: from made-up curves and from a real study."""
+
+import csv
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from matplotlib.lines import Line2D
+from PIL import Image
+from tests.lab.study.made import curve, falling, made_spec, trial
+
+from natgrad_lab.study.curves import Trial
+from natgrad_lab.study.figures import charts
+from natgrad_lab.study.ledger import Ledger
+from natgrad_lab.study.points import Point, points
+from natgrad_lab.study.report import write_report, write_results
+from natgrad_lab.study.results import Results, average, read_results
+from natgrad_lab.study.tables import (
+    best_table,
+    cost_table,
+    robustness_table,
+    target_table,
+)
+from natgrad_lab.study.verdict import verdict
+
+# Updates to halve the loss, by method and batch: SGD scales ideally to 256 and then
+# hardly; K-FAC needs half as many at 64 and does not scale at all.
+HALVING = {
+    "sgd": {64: 160, 256: 40, 1024: 30},
+    "kfac": {64: 80, 256: 79, 1024: 78},
+}
+# Processor seconds an update: fixed + example x batch
+COST = {"sgd": (0.0, 0.001), "kfac": (0.5, 0.001)}
+
+
+def made_trial(point: Point) -> Trial:
+    """Ten points; a poor learning rate takes four times as long; one corner fails."""
+    steps = HALVING[point.method][point.batch]
+    rate = 1.0 if point.lr == 1.0 else 0.25
+    fixed, example = COST[point.method]
+    seconds = steps * (fixed + example * point.batch)
+    corner = point.lr == 1.0 and point.other == 0.9 and point.batch == 1024
+    made = curve(
+        falling(rate)[: 3 if corner else 10],
+        steps=steps,
+        seconds=seconds,
+        ending="diverged" if corner else "done",
+    )
+    return Trial(point=point, curve=made)
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    found = tuple(made_trial(each) for each in points(made_spec()))
+    return Results(
+        spec=made_spec(),
+        trials=found,
+        single=found,
+        keys=tuple(f"key{i}" for i in range(len(found))),
+        attempts=(1,) * len(found),
+    )
+
+
+def test_targets_come_from_the_worst_method_s_best_run(results: Results) -> None:
+    # all best runs fall alike: 4, 2, 1, ... at epochs 1 to 10; decays at 4 and 8
+    values = [each.value for each in results.targets("loss")]
+    start, first, second, last = 4.0, 4 / 2**3, 4 / 2**7, 4 / 2**9
+    assert values == pytest.approx(
+        [
+            start + 0.8 * (first - start),
+            first + 0.8 * (second - first),
+            second + 0.8 * (last - second),
+        ]
+    )
+
+
+def test_iterations_and_speedups_to_the_last_target(results: Results) -> None:
+    rows = [
+        x for x in target_table(results) if (x["metric"], x["stage"]) == ("loss", 3)
+    ]
+    found = {(x["method"], x["batch"]): x for x in rows}
+    assert len(rows) == 6
+    # the target lies between the ninth and the tenth point
+    assert found["sgd", 64]["iterations"] == 160 * 10
+    assert found["sgd", 256]["speedup"] == pytest.approx(4.0)
+    assert found["sgd", 1024]["speedup"] == pytest.approx(16 / 3)
+    assert found["sgd", 1024]["efficiency"] == pytest.approx(1 / 3)
+    assert found["kfac", 1024]["speedup"] == pytest.approx(80 / 78)
+    assert found["sgd", 256]["examples"] == 40 * 10 * 256
+    assert found["kfac", 64]["cpu_seconds"] == pytest.approx(800 * 0.564)
+    # on a cluster each worker has 64 examples, and the fixed part stays
+    assert found["kfac", 1024]["cluster_seconds"] == pytest.approx(780 * 0.564)
+    assert found["sgd", 1024]["cluster_seconds"] == pytest.approx(300 * 0.064)
+
+
+def test_the_good_region_is_counted(results: Results) -> None:
+    rows = {(x["method"], x["batch"]): x for x in robustness_table(results)}
+    small, large = rows["sgd", 64], rows["sgd", 1024]
+    assert (small["trials"], small["diverged"]) == (4, 0)
+    assert small["good_at_end"] == 0.5  # the two of the good learning rate
+    assert (large["diverged"], large["good_at_end"]) == (1, 0.25)
+    assert large["lowest_accuracy"] == 0.0
+    assert small["iterations"] == 780  # the least of the batches' longest runs
+    assert small["good_in_iterations"] == 0.0  # four points, and it takes ten
+    assert rows["sgd", 256]["good_in_iterations"] == 0.5
+    assert large["good_in_iterations"] == 0.25
+
+
+def test_what_an_update_costs(results: Results) -> None:
+    rows = {(x["method"], x["batch"]): x for x in cost_table(results)}
+    assert rows["kfac", 64]["over_sgd"] == pytest.approx(0.564 / 0.064)
+    assert rows["kfac", 64]["fixed_milliseconds"] == pytest.approx(500)
+    assert rows["sgd", 64]["microseconds_an_example"] == pytest.approx(1000)
+
+
+def test_the_best_configuration(results: Results) -> None:
+    rows = best_table(results)
+    assert {row["lr"] for row in rows} == {1.0}
+    assert {row["by"] for row in rows} == {"loss", "accuracy"}
+
+
+def test_the_verdict_says_where_scaling_ends(results: Results) -> None:
+    said = "\n".join(verdict(results))
+    assert re.search(r"SGD, to loss .*stops scaling after batch 256 \(4x of", said)
+    assert re.search(r"K-FAC, to loss .*stops scaling after batch 64; at 256", said)
+    assert "K-FAC scales no better than SGD" in said
+    assert "8.8x at 64" in said
+    assert "SGD's good region: 50 % at 64, 50 % at 256, 25 % at 1,024" in said
+
+
+def test_repeats_become_one_trial() -> None:
+    seeds = [trial("sgd", 64, 0.1, curve([4.0 / (1 + s)]), seed=s) for s in range(2)]
+    (mean,) = average(seeds)
+    assert mean.curve.losses == (3.0,)
+
+
+def heights(line: Line2D) -> list[float]:
+    return np.asarray(line.get_ydata()).tolist()
+
+
+def test_every_figure_of_the_paper_is_drawn(results: Results) -> None:
+    found = {each.name: each for each in charts(results)}
+    numbers = {int(name.split("-")[1]) for name in found}
+    assert numbers == set(range(1, 12))
+    axes = found["figure-03-iterations"].make(results).axes
+    lines = [line for line in axes[0].lines if line.get_marker() == "^"]
+    assert [heights(line) for line in lines][-1] == [1600, 400, 300]
+    dotted = [line for line in axes[0].lines if line.get_linestyle() == ":"]
+    assert [1600, 400, 100] in [heights(line) for line in dotted]
+    boxes = found["figure-10-damping"].make(results).axes[0]
+    assert len(boxes.get_xticks()) == 2
+    heat = found["figure-09-heatmaps"].make(results).axes
+    mesh = heat[2].collections[0].get_array()
+    assert mesh is not None
+    assert mesh.shape == (2, 2)
+    assert math.isnan(
+        float(np.ma.filled(mesh, math.nan)[1, 1])
+    )  # the corner that diverged
+
+
+@pytest.fixture(scope="module")
+def page(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("report")
+    write_results(results, out)
+    return out / "index.html"
+
+
+def test_files_of_a_report(page: Path, results: Results) -> None:
+    for chart in charts(results):
+        png = page.parent / "figures" / f"{chart.name}.png"
+        assert png.read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in png.with_suffix(".svg").read_text()
+    for name in ("best", "targets", "robustness", "cost", "trials", "curves"):
+        path = page.parent / "tables" / f"{name}.csv"
+        with path.open() as file:
+            rows = list(csv.DictReader(file))
+        table = pq.read_table(path.with_suffix(".parquet"))
+        assert table.num_rows == len(rows) > 0
+        assert table.column_names == list(rows[0])
+
+
+def test_the_page_needs_no_network(page: Path) -> None:
+    text = page.read_text()
+    assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:|//)", text)
+    assert "@import" not in text
+    assert text.count("<img") == text.count("data:image/svg+xml;base64,")
+
+
+def test_a_report_of_a_real_study(
+    trained: tuple[Ledger, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, _ = trained
+    # all of them are drawn above; drawing is what takes time
+    monkeypatch.setattr("natgrad_lab.study.report.charts", lambda x: charts(x)[1:3])
+    said = write_report(ledger, tmp_path)
+    assert "6 trials of digits-sgd have ended; 2 of them diverged" in said
+    found = read_results(ledger)
+    assert found.methods == ["sgd", "kfac"]
+    assert all(each.curve.cpu_seconds for each in found.of("kfac"))
+    assert (tmp_path / "index.html").stat().st_size > 30_000
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="Chromium is not installed (Debian: chromium)"
+)
+CLICKS = """
+<script>
+const column = (id, name) => {
+  const heads = [...document.querySelectorAll(`#${id} th`)];
+  const index = heads.findIndex(each => each.textContent === name);
+  heads[index].querySelector("button").click();
+  const cells = [...document.querySelectorAll(`#${id} tbody tr`)];
+  return cells.map(row => row.children[index].textContent).join(",");
+};
+const seen = ["iterations", "iterations", "method"].map(x => column("targets", x));
+const images = [...document.images].every(each => each.naturalWidth > 0);
+document.body.dataset.seen = JSON.stringify([seen, images]);
+</script>
+"""
+
+
+def chromium(page: Path, profile: Path, *options: str) -> subprocess.CompletedProcess:
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu"]
+    command += ["--enable-logging=stderr", f"--user-data-dir={profile}"]
+    command += ["--virtual-time-budget=5000", *options, page.as_uri()]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@needs_chromium
+def test_the_page_in_a_browser(page: Path, tmp_path: Path) -> None:
+    clicked = tmp_path / "clicked.html"
+    text = page.read_text().replace("</body>", f"{CLICKS}</body>")
+    clicked.write_text(text)
+    done = chromium(clicked, tmp_path / "profile", "--dump-dom")
+    assert "CONSOLE" not in done.stderr, done.stderr
+    found = re.search(r'data-seen="([^"]*)"', done.stdout)
+    assert found, done.stderr
+    (up, down, names), images = json.loads(html.unescape(found[1]))
+    assert images
+    numbers = [float(x) for x in up.split(",")]
+    assert numbers == sorted(numbers)  # as numbers: 1600 after 300
+    assert len(set(numbers)) > 3
+    assert [float(x) for x in down.split(",")] == numbers[::-1]
+    assert names.split(",") == sorted(names.split(","))
+
+
+@needs_chromium
+def test_a_console_error_would_be_seen(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.html"
+    broken.write_text("<!doctype html><script>nothing.here()</script>")
+    done = chromium(broken, tmp_path / "profile", "--dump-dom")
+    assert "CONSOLE" in done.stderr
+
+
+@needs_chromium
+def test_the_page_s_picture(page: Path, tmp_path: Path) -> None:
+    shot = tmp_path / "shot.png"
+    options = ("--window-size=1200,3000", "--hide-scrollbars", f"--screenshot={shot}")
+    done = chromium(page, tmp_path / "profile", *options)
+    assert shot.is_file(), done.stderr
+    with Image.open(shot) as image:
+        assert image.size == (1200, 3000)
+        colours = image.convert("RGB").getcolors(maxcolors=2**24)
+    assert colours is not None
+    assert len(colours) > 500  # text, lines and heatmaps, not a blank page

@@ -1,0 +1,193 @@
+"""The pages build without a warning, their code runs, and what they name exists."""
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import natgrad
+from natgrad import layers
+from natgrad.layers.table import TABLE
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+WITH_CODE = [p for p in PAGES if "```python\n" in p.read_text()]
+DOTTED = re.compile(r"`((?:natgrad|natgrad_lab|torch)(?:\.\w+)+)`")
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)
+
+
+@pytest.fixture
+def names() -> Iterator[dict[str, Any]]:
+    """What pages leave to their reader: a model, an optimizer, data."""
+    torch.manual_seed(0)
+    known = dict(TABLE)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, labels = torch.randn(8, 64), torch.randint(10, (8,))
+    yield {
+        "__name__": "page",
+        "torch": torch,
+        "nn": nn,
+        "natgrad": natgrad,
+        "model": model,
+        "optimizer": optimizer,
+        "inputs": inputs,
+        "labels": labels,
+        "loader": [(inputs, labels)] * 3,
+    }
+    TABLE.clear()
+    TABLE.update(known)
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=relative)
+def test_the_code_of_a_page_runs(
+    path: Path, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks run one after the other, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    for code in blocks(path):
+        exec(compile(code, relative(path), "exec"), names)
+
+
+def test_the_pages_with_code_are_found() -> None:
+    assert {"README.md", "docs/reference/layer_kinds.md"} <= {*map(relative, WITH_CODE)}
+
+
+def exists(name: str) -> bool:
+    parts = name.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[split:]:
+            if not hasattr(found, attribute):
+                return False
+            found = getattr(found, attribute)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_what_a_page_names_exists(path: Path) -> None:
+    assert [n for n in DOTTED.findall(path.read_text()) if not exists(n)] == []
+
+
+def test_a_name_that_is_gone_would_be_noticed() -> None:
+    assert exists("natgrad.math.inverse.pi_split")
+    assert exists("natgrad.KFAC.step")
+    assert not exists("natgrad.math.inverse.gone")
+    assert not exists("natgrad.gone.pi_split")
+
+
+def test_every_equation_of_the_papers_has_a_row() -> None:
+    """SP-NGD has equations 1-24; 1 and 2 are the loss and SGD."""
+    text = (DOCS / "reference" / "papers.md").read_text()
+    last = {"Osawa et al. 2020": 24, "Osawa et al. 2019": 21, "Pauloski": 18, "Ma": 5}
+    for paper, count in last.items():
+        section = re.split(r"^## ", text, flags=re.M)
+        (rows,) = [part for part in section if part.startswith(paper)]
+        found: set[int] = set()
+        for cell in re.findall(r"^\| eq\. ([\d, -]+)", rows, re.M):
+            for low, high in re.findall(r"(\d+)(?:-(\d+))?", cell):
+                found |= set(range(int(low), int(high or low) + 1))
+        assert found >= set(range(3, count + 1)), paper
+        assert "Algorithm 1" in rows or paper == "Ma"
+
+
+def test_readme_has_a_short_example() -> None:
+    example = blocks(ROOT / "README.md")[0].strip().splitlines()
+    assert len(example) <= 12
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    links = [x for x in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in x]
+    assert [x for x in links if not (path.parent / x).exists()] == []
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("html")
+    options = ("-W", "--keep-going", "-q", "-b", "html", "-d", str(folder / "trees"))
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options, str(DOCS), str(folder / "html")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+def methods(value: Any) -> Iterator[str]:
+    """The methods of a class that are natgrad's own."""
+    for name in dir(value) if isinstance(value, type) else ():
+        home = getattr(getattr(value, name), "__module__", None) or ""
+        if not name.startswith("_") and home.startswith("natgrad"):
+            yield name
+
+
+def public() -> dict[str, Any]:
+    """Everything that users may name, in all modules that they see."""
+    names = vars(natgrad)
+    seen = [names[n] for n in natgrad.__all__ if isinstance(names[n], ModuleType)]
+    found: dict[str, Any] = {}
+    for module in (natgrad, layers, *seen):
+        exported = getattr(module, "__all__", None) or [
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__
+            and not name.startswith("_")
+        ]
+        for name in exported:
+            found[f"{module.__name__}.{name}"] = value = getattr(module, name)
+            for method in methods(value):
+                path = f"{module.__name__}.{name}.{method}"
+                found[path] = getattr(value, method)
+    return found
+
+
+@pytest.mark.slow
+def test_every_public_name_is_in_the_reference(built: Path) -> None:
+    from sphinx.util.inventory import InventoryFile
+
+    inventory = InventoryFile.loads((built / "objects.inv").read_bytes(), uri="")
+    documented = {name for kind in inventory.data.values() for name in kind}
+    names = public()
+    assert len(names) > 60
+    shown = [value for name, value in names.items() if name in documented]
+    missing = [
+        name
+        for name, value in names.items()
+        # a second name of what is documented under its first is enough
+        if name not in documented and not any(value is other for other in shown)
+    ]
+    assert missing == []
+
+
+@pytest.mark.slow
+def test_every_page_is_reached_from_the_index(built: Path) -> None:
+    index = (built / "index.html").read_text()
+    pages = [p for p in DOCS.rglob("*.md") if p.name != "index.md"]
+    assert len(pages) > 10
+    for page in pages:
+        target = str(page.relative_to(DOCS).with_suffix(".html"))
+        assert f'href="{target}"' in index, target
