@@ -148,7 +148,7 @@ def auto(name: str, world: int, profile: HardwareProfile) -> str:
         profile,
         statistics=STATISTICS,
         inverses=INVERSES,
-        candidates=("factor_wise", "layer_wise", "hybrid(0.5)", "spngd"),
+        candidates=("layer_wise", "spngd", "hybrid(0.5)", "factor_wise"),
     ).strategy
 
 

@@ -110,10 +110,10 @@ def test_a_schedule_is_averaged_over_its_start() -> None:
 def test_the_choice_is_printed_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
     with KFAC(network(), kl_clip=None, strategy="auto", profile=dear_traffic()) as kfac:
         assert kfac.choice is not None
-        assert kfac.engine.plan.strategy == kfac.choice.strategy == "factor_wise"
+        assert kfac.engine.plan.strategy == kfac.choice.strategy == "layer_wise"
     said = capsys.readouterr()
     assert said.out == ""
-    assert "factor_wise on 1 ranks of dear traffic" in said.err
+    assert "layer_wise on 1 ranks of dear traffic" in said.err
     with KFAC(network(), kl_clip=None) as plain:
         assert (plain.choice, plain.overhead) == (None, None)
 

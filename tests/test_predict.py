@@ -171,7 +171,8 @@ def test_traffic_dear_and_compute_cheap_choose_few_shared_inverses() -> None:
 
 def test_the_choice_is_the_least_of_its_own_predictions() -> None:
     choice = choose_strategy(BLOCKS, 4, machine(), compute=0.01)
-    assert choice.seconds[choice.strategy] == min(choice.seconds.values())
+    least = min(choice.seconds.values())
+    assert least <= choice.seconds[choice.strategy] <= 1.05 * least + 0.05 * 0.01
     plan = make_plan(
         BLOCKS, world=4, strategy=choice.strategy, costs=machine().cost("eigen")
     )
@@ -185,7 +186,19 @@ def test_the_choice_is_the_least_of_its_own_predictions() -> None:
 def test_one_rank_has_no_exchange_to_choose_by() -> None:
     choice = choose_strategy(BLOCKS, 1, machine(), compute=0.01)
     assert len({round(s, 15) for s in choice.seconds.values()}) == 1
-    assert choice.strategy == "factor_wise"
+    assert choice.strategy == "layer_wise"
+
+
+def test_steps_that_the_model_cannot_tell_apart_go_to_the_first() -> None:
+    """A long forward and backward makes any difference between strategies small."""
+    order = ("factor_wise", "spngd", "layer_wise")
+    found = choose_strategy(BLOCKS, 4, machine(), candidates=order)
+    others = [s for name, s in found.seconds.items() if name != found.strategy]
+    gap = max(others) - found.seconds[found.strategy]
+    assert gap > 0
+    assert found.strategy != order[0]
+    long = choose_strategy(BLOCKS, 4, machine(), compute=100 * gap, candidates=order)
+    assert long.strategy == order[0]
 
 
 def test_columns_of_an_inverse_need_only_the_rows_below() -> None:

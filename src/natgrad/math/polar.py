@@ -9,7 +9,6 @@ bound on the largest are raised, but not all the way.
 """
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -46,21 +45,6 @@ def polar(x: Tensor, steps: int = STEPS) -> Tensor:
         inner = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         y = torch.baddbmm(y, inner, y, beta=a)
     return y.to(x.dtype)
-
-
-def polars(xs: Sequence[Tensor], steps: int = STEPS) -> list[Tensor]:
-    """`polar` of each stack; those of one shape and type by one call."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for i, x in enumerate(xs):
-        groups.setdefault((*x.shape[1:], x.dtype, x.device), []).append(i)
-    results = list(xs)
-    for members in groups.values():
-        stacks = [xs[i] for i in members]
-        joined = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
-        parts = polar(joined, steps).split([len(x) for x in stacks])
-        for i, part in zip(members, parts, strict=True):
-            results[i] = part
-    return results
 
 
 @lru_cache(maxsize=16)

@@ -42,18 +42,21 @@ def apply_eigen(
     return _rotate(scaled, q_left, _transposed(q_right))
 
 
-def descending(gradient: Tensor, update: Tensor) -> Tensor:
+def descending(gradient: Tensor, update: Tensor, blocks: int = 1) -> Tensor:
     """The update, or the gradient itself where rounding has turned it uphill.
 
-    Preconditioning is positive definite, but not always in floating point: a curvature
-    of 1e24 over a damping of 1e-12 is beyond any dtype. So it is if the update is not
-    finite, or at a right angle up to rounding: it is noise then, of either sign.
-    Decided without synchronisation, and alike wherever the tensors are.
+    Of a stack of so many ``blocks``, each for itself. Preconditioning is positive
+    definite, but not always in floating point: a curvature of 1e24 over a damping of
+    1e-12 is beyond any dtype. So it is if the update is not finite, or at a right angle
+    up to rounding: it is noise then, of either sign. Decided without synchronisation,
+    and alike wherever the tensors are.
     """
-    g, u = gradient.flatten(), update.flatten()
-    product = torch.dot(g, u)
-    noise = RIGHT_ANGLE * torch.finfo(g.dtype).eps * g.norm() * u.norm()
-    return torch.where((product > noise) & product.isfinite(), update, gradient)
+    g, u = gradient.reshape(blocks, -1), update.reshape(blocks, -1)
+    product = torch.linalg.vecdot(g, u)
+    lengths = torch.linalg.vector_norm(g, dim=1) * torch.linalg.vector_norm(u, dim=1)
+    noise = RIGHT_ANGLE * torch.finfo(g.dtype).eps * lengths
+    good = ((product > noise) & product.isfinite()).unsqueeze(1)
+    return torch.where(good, u, g).reshape(update.shape)
 
 
 def _rounding(curvature: Tensor) -> Tensor:
