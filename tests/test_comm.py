@@ -448,6 +448,27 @@ def test_a_rank_that_is_stuck_ends_the_wait() -> None:
     assert "All ranks live, but rank 1 is stuck: rank 0 in agree, rank 1" in message
 
 
+def raise_and_live(rank: int) -> tuple[str, str, float]:
+    plan = small_plan(world_of(), "spngd")
+    comm = Communicator(plan, CommOptions(timeout=60.0))
+    if rank == 1:
+        comm.fail(KeyError("lost"))
+        time.sleep(8)
+        return "", "", 0.0
+    if rank == 2:
+        return error_of(lambda: run(comm, "reduce_statistics", torch.float32))
+    return error_of(lambda: comm.agree(torch.ones(1)))
+
+
+@pytest.mark.processes
+def test_nobody_waits_for_a_rank_that_raised_and_lives() -> None:
+    results = run_world(3, raise_and_live)
+    for kind, message, seconds in (results[0], results[2]):
+        assert kind == CommError.__name__
+        assert "Rank 1 failed: KeyError: 'lost'" in message
+        assert seconds < 8
+
+
 def never_arrives(rank: int) -> tuple[str, str, float]:
     if rank == 1:
         time.sleep(9)

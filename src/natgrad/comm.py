@@ -207,7 +207,7 @@ class Communicator:
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """``x`` of one rank, on all ranks; the others give a tensor to fill."""
         with self.explained("broadcast"):
-            self._links.broadcast(("agree", self._everyone), x, source).wait()
+            self.wait(self._links.broadcast(("agree", self._everyone), x, source), x)
         return x
 
     def largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
@@ -228,8 +228,12 @@ class Communicator:
 
     def _waited(self, lane: str, work: Any, vector: Tensor) -> Tensor:
         with self.explained(lane):
-            work.wait()
+            self.wait(work, vector)
         return vector
+
+    def wait(self, work: Any, x: Tensor) -> None:
+        """Wait for a collective that moves ``x``: its stream if that is on a GPU."""
+        work.wait() if x.is_cuda else self._pulse.wait(work)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one does not go on."""
@@ -370,11 +374,7 @@ def _lane(exchange: str, bucket: Bucket) -> str:
     return "share" if bucket.kind == "gather" else exchange
 
 
-def _layouts(
-    plan: Plan,
-) -> Callable[
-    [str, tuple[str, ...], int], tuple[tuple[Bucket, ...], tuple[Bucket, ...]]
-]:
+def _layouts(plan: Plan) -> Callable[..., tuple[tuple[Bucket, ...], ...]]:
     return lambda exchange, names, limit: make_buckets(
         plan.exchanges[exchange], names, limit
     )

@@ -258,7 +258,7 @@ class _Load:
     def _wait(self) -> None:
         with self._comm.explained(self._exchange):
             for work in self._works:
-                work.wait()
+                self._comm.wait(work, self._wire)
         self._works = []
 
     def land(self) -> dict[str, Tensor]:

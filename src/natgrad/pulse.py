@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 PULSE_SECONDS = 1.0
@@ -47,6 +48,19 @@ class Pulse:
         self._waits, before, self._where = 1, self._where, where
         yield
         self._waits, self._where = 0, before
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective on CPU, but not for a rank that says it failed.
+
+        Such a rank may well live on, in a notebook say, and never take part.
+        """
+        while True:
+            try:
+                work.wait(timedelta(seconds=PULSE_SECONDS))
+                return
+            except RuntimeError:
+                if work.is_completed() or self._failed_rank() is not None:
+                    raise
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this rank ends."""
@@ -83,9 +97,8 @@ class Pulse:
         still = {rank: self._count(rank) for rank in range(self._world)}
         end = time.monotonic() + PATIENCE_SECONDS
         while still and time.monotonic() < end:
-            for rank in range(self._world):
-                if why := self._failure(rank):
-                    return f"Rank {rank} failed: {why}"
+            if (rank := self._failed_rank()) is not None:
+                return f"Rank {rank} failed: {self._failure(rank)}"
             time.sleep(PULSE_SECONDS / 4)
             still = {r: n for r, n in still.items() if self._count(r) == n}
         if not still:
@@ -107,6 +120,9 @@ class Pulse:
             return f"All ranks live, but do not do the same things: {places}."
         who = f"rank {last[0]} is" if len(last) == 1 else f"ranks {last} are"
         return f"All ranks live, but {who} stuck: {places}."
+
+    def _failed_rank(self) -> int | None:
+        return next((r for r in range(self._world) if self._failure(r)), None)
 
     def _failure(self, rank: int) -> str:
         key = f"failed/{rank}"
