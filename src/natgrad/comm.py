@@ -375,9 +375,10 @@ def _lane(exchange: str, bucket: Bucket) -> str:
 
 
 def _layouts(plan: Plan) -> Callable[..., tuple[tuple[Bucket, ...], ...]]:
-    return lambda exchange, names, limit: make_buckets(
-        plan.exchanges[exchange], names, limit
-    )
+    def layout(exchange: str, names: tuple[str, ...], limit: int) -> Any:
+        return make_buckets(plan.exchanges[exchange], names, limit)
+
+    return layout
 
 
 def _store() -> Any:
