@@ -58,7 +58,7 @@ class Trial:
 
     @property
     def method(self) -> str:
-        """sgd, kfac or spngd."""
+        """sgd, kfac, spngd or polar."""
         return self.point.method
 
 

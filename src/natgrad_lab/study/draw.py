@@ -10,8 +10,8 @@ from matplotlib.ticker import NullLocator
 from natgrad_lab.study.curves import Metric
 from natgrad_lab.study.reading import Criterion
 
-MARKERS = {"sgd": "^", "kfac": "o", "spngd": "s"}
-NAMES = {"sgd": "SGD", "kfac": "K-FAC", "spngd": "SP-NGD"}
+MARKERS = {"sgd": "^", "kfac": "o", "spngd": "s", "polar": "D"}
+NAMES = {"sgd": "SGD", "kfac": "K-FAC", "spngd": "SP-NGD", "polar": "Polar"}
 STAGES = ("#1b6ca8", "#d1731a", "#2a8a4a", "#8a3a8f", "#6b6b6b")
 WIDTH, HEIGHT = 4.4, 3.2
 

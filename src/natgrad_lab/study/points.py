@@ -21,6 +21,7 @@ from natgrad_lab.study.toml import override
 from natgrad_lab.train.config import (
     CurvatureConfig,
     OptimizerConfig,
+    OptimizerName,
     ScheduleConfig,
     TrainConfig,
 )
@@ -28,7 +29,8 @@ from natgrad_lab.train.run import plain
 
 UNHASHED = ("out", "targets", "tensorboard", "diagnostics", "checkpoint_every")
 """Settings of a run that no number of its curve depends on."""
-STYLES: dict[str, Literal["eigen", "factored"]] = {
+STYLES: dict[str, Literal["eigen", "factored", "relative"]] = {
+    "relative": "relative",
     "normal": "eigen",
     "approximated": "factored",
 }
@@ -40,7 +42,7 @@ RECORDS = 4
 class Point:
     """One trial of a study: where it is in the grid, and its seed.
 
-    ``other`` is the momentum of sgd, the damping of kfac and spngd. ``style`` is the
+    ``other`` is the momentum of sgd, the damping of the others. ``style`` is the
     damping style, "" for sgd.
     """
 
@@ -156,7 +158,9 @@ def base_config(spec: StudySpec, name: str, method: Method) -> TrainConfig:
 
 
 def _optimizer(base: OptimizerConfig, point: Point) -> OptimizerConfig:
-    name = "spngd" if point.method == "spngd" else "sgd"
+    name: OptimizerName = "sgd"
+    if point.method in ("spngd", "polar"):
+        name = point.method
     momentum = point.other if point.method == "sgd" else base.momentum
     return replace(
         base, name=name, kfac=point.method == "kfac", lr=point.lr, momentum=momentum

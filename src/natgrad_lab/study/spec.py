@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from natgrad_lab.train.config import require
 
-MethodName = Literal["sgd", "kfac", "spngd"]
+MethodName = Literal["sgd", "kfac", "spngd", "polar"]
 BudgetKind = Literal["epochs", "adjusted", "iterations"]
 ScheduleName = Literal["scaled", "fixed"]
 DampingStyle = Literal["normal", "approximated"]
-METHODS: tuple[MethodName, ...] = ("sgd", "kfac", "spngd")
+METHODS: tuple[MethodName, ...] = ("sgd", "kfac", "spngd", "polar")
 PAPER_BATCHES = tuple(2**power for power in range(7, 15))
 SMOOTH = 6
 """Significant digits of a grid's values: a denser grid meets the old points exactly."""
@@ -82,7 +82,7 @@ def _spread(first: float, last: float, points: int) -> list[float]:
 class Method:
     """One method's grid: the learning rate against one other hyperparameter.
 
-    The other is ``momentum`` for sgd, ``damping`` for kfac and spngd.
+    The other is ``momentum`` for sgd, ``damping`` for the others.
     """
 
     lr: Grid
@@ -90,7 +90,7 @@ class Method:
     momentum: Grid | None = None
     """sgd: momenta."""
     damping: Grid | None = None
-    """kfac, spngd: dampings."""
+    """kfac, spngd, polar: dampings."""
     damping_styles: tuple[DampingStyle, ...] = ()
     """kfac, spngd: normal (eigenvalues, 002 appendix B) and approximated (factors).
     Empty: normal for kfac, approximated for spngd."""
@@ -113,11 +113,14 @@ class Method:
 
     def styles(self, name: str) -> tuple[str, ...]:
         """Damping styles of the method of that name; sgd has the one style ""."""
-        if name == "sgd":
-            return ("",)
+        if name in ONE_STYLE:
+            return (ONE_STYLE[name],)
         own: DampingStyle = "normal" if name == "kfac" else "approximated"
         return self.damping_styles or (own,)
 
+
+# Methods whose damping cannot be had in several styles.
+ONE_STYLE = {"sgd": "", "polar": "relative"}
 
 PAPER_METHODS: dict[str, Method] = {
     "sgd": Method(
@@ -247,15 +250,15 @@ def _check_method(name: str, method: Method) -> None:
     require(name in METHODS, "method", name, f"one of {', '.join(METHODS)}")
     where = f"methods.{name}"
     momentum, damping = method.momentum, method.damping
+    styles = method.damping_styles
+    if name in ONE_STYLE:
+        require(not styles, f"{where}.damping_styles", styles, "left out")
     if name == "sgd":
         require(momentum is not None, f"{where}.momentum", None, "a grid")
         require(damping is None, f"{where}.damping", damping, "left out: sgd has none")
-        styles = method.damping_styles
-        require(not styles, f"{where}.damping_styles", styles, "left out")
         return
     require(damping is not None, f"{where}.damping", None, "a grid")
     legal = f"left out: {name}'s grid is lr x damping (set it in settings.optimizer)"
     require(momentum is None, f"{where}.momentum", momentum, legal)
-    styles = method.damping_styles
     ok = len(set(styles)) == len(styles)
     require(ok, f"{where}.damping_styles", styles, "all different")

@@ -73,11 +73,12 @@ def test_a_point_becomes_settings() -> None:
             settings={"curvature": {"kl_clip": "none"}},
         ),
         "spngd": Method(lr=one(0.4), damping=one(0.03)),
+        "polar": Method(lr=one(0.1), damping=one(2.0), recipe="digits-polar"),
     }
     made = tiny(methods=methods, batches=(32,), micro_batch=16, repeats=2, seed=5)
     found = [make_config(made, point, EXAMPLES) for point in points(made)]
     assert {each.seed for each in found} == {5, 6}
-    sgd, normal, approximated, spngd = [each for each in found if each.seed == 5]
+    sgd, normal, approximated, spngd, polar = [x for x in found if x.seed == 5]
     assert (sgd.optimizer.lr, sgd.optimizer.momentum) == (0.2, 0.7)
     assert not sgd.optimizer.kfac
     assert normal.optimizer.kfac
@@ -93,6 +94,8 @@ def test_a_point_becomes_settings() -> None:
         "spngd",
         "factored",
     )
+    assert (polar.optimizer.name, polar.optimizer.lr) == ("polar", 0.1)
+    assert (polar.curvature.damping, polar.curvature.damping_style) == (2.0, "relative")
     assert all((x.batch, x.micro_batch, x.model.width) == (32, 16, 4) for x in found)
 
 
@@ -179,7 +182,7 @@ WRONG = [
     ("epochs = 2", "kind = 'days'", ["budget.kind", "epochs, adjusted, iterations"]),
     ("high = 1.0", "high = 0.01", ["methods.sgd.lr", "high=0.01", "[low=0.1"]),
     ("momentum = [0.9]", "", ["methods.sgd.momentum", "a grid"]),
-    ("[methods.sgd]", "[methods.adam]", ["method='adam'", "sgd, kfac, spngd"]),
+    ("[methods.sgd]", "[methods.adam]", ["method='adam'", "sgd, kfac, spngd, polar"]),
     ("recipe", "receipt", ["'receipt'", "Did you mean 'recipe'"]),
     ('name = "x"', "", ["Missing key 'name'"]),
     ("[64]", "[64", ["line 5"]),
