@@ -116,6 +116,15 @@ VARIANTS: dict[str, tuple[dict[str, str], Range]] = {
         },
         (0.05, 0.4),
     ),
+    "scale: adaptive, statistics: both, basis: tracked": (
+        {
+            "curvature.scale": "adaptive",
+            "curvature.statistics": "both",
+            "curvature.basis": "tracked",
+            DAMPING: "1e-3",
+        },
+        (0.05, 0.4),
+    ),
     "scale: corrected, statistics: both": (
         {"curvature.scale": "corrected", "curvature.statistics": "both"},
         (0.05, 0.4),

@@ -83,6 +83,7 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
         "ddp",
         {"scale": "corrected", "damping": 0.3, "norm": "unit", "skip": ("6",)},
     ),
+    "tracked": ("spngd", {"damping_style": "eigen", "basis": "tracked", "decay": 0.5}),
     "orthogonal, both": (
         "spngd ddp",
         {

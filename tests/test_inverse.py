@@ -18,6 +18,7 @@ from natgrad.math.inverse import (
     eigendecompositions,
     pi_split,
     split_damping,
+    track,
 )
 
 F32, F64 = torch.float32, torch.float64
@@ -113,6 +114,48 @@ def test_eigenvalues_below_zero_are_rounding_errors() -> None:
     x = torch.diag_embed(torch.tensor([[-1e-9, 1.0]], dtype=F64))
     ((_, values),) = pairs(eigendecompositions([x]))
     assert values.tolist() == [[0.0, 1.0]]
+
+
+def test_a_tracked_basis_stays_where_it_is_right_and_comes_to_it_elsewhere() -> None:
+    x = psd(2, 6)
+    exact_one = pairs(eigendecompositions([x]))[0]
+    vectors, values = track(x, exact_one)
+    torch.testing.assert_close(values, exact_one[1].flip(-1))
+    torch.testing.assert_close(vectors.abs(), exact_one[0].flip(-1).abs())
+    found = pairs(eigendecompositions([psd(2, 6, seed=1)]))[0]
+    for _ in range(2000):
+        found = track(x, found)
+    assert torch.equal(found[1], found[1].sort(descending=True)[0])
+    torch.testing.assert_close(
+        found[0] @ torch.diag_embed(found[1]) @ found[0].mT, x, rtol=1e-8, atol=1e-8
+    )
+
+
+def test_eigenvalues_of_a_tracked_basis_are_off_by_the_square() -> None:
+    x = psd(1, 5)
+    vectors, values = pairs(eigendecompositions([x]))[0]
+    skew = torch.randn(5, 5, dtype=F64, generator=torch.Generator().manual_seed(0))
+    errors: list[float] = []
+    for off in (1e-3, 1e-4):
+        turned = vectors @ torch.linalg.matrix_exp(off * (skew - skew.T))
+        found = track(x, (turned, values))[1]
+        errors.append(float((found - values.flip(-1)).abs().max()))
+    assert 50 < errors[0] / errors[1] < 200
+
+
+def test_a_basis_that_cannot_be_tracked_is_made_anew() -> None:
+    x, diagonal = psd(1, 4), torch.rand(1, 4, dtype=F64)
+    lost = torch.full((1, 4, 4), torch.nan, dtype=F64), torch.ones(1, 4, dtype=F64)
+    none = torch.empty(0, dtype=F64), torch.ones(1, 4, dtype=F64)
+    exact_one = pairs(eigendecompositions([x]))[0]
+    found, flat, first = pairs(
+        eigendecompositions([x, diagonal, x], [lost, none, None])
+    )
+    for pair in (found, first):
+        assert torch.equal(pair[0], exact_one[0])
+        assert torch.equal(pair[1], exact_one[1])
+    assert flat[0].numel() == 0
+    assert torch.equal(flat[1], diagonal)
 
 
 def pairs(results: list[Any]) -> list[tuple[Tensor, Tensor]]:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 import natgrad
 from natgrad import KFAC, SPNGD, Every, Polar
 from natgrad.math import rules
-from natgrad.math.inverse import damped_roots
+from natgrad.math.inverse import damped_roots, track
 from natgrad.math.polar import polar, quintics
+from natgrad.math.precondition import apply_eigen
 from natgrad.math.rules import moved_moment, trust_ratio
 
 LAYERS = ("linear", "linear-3d", "conv2d", "conv2d-groups", "embedding")
@@ -139,6 +140,27 @@ def test_one_factor_takes_the_whole_damping(name: str, sides: str, style: str) -
     )
     want = want if g is None else damped(g, DAMPING, relative=relative).inverse() @ want
     near(layer_gradient(model.layer), want)
+
+
+def test_a_tracked_basis_preconditions_by_hand() -> None:
+    model, other = mlp(), mlp()
+    options: dict[str, Any] = {"decay": 0.0, "trust": "none", "damping": DAMPING}
+    kfac = KFAC(model, refresh=FINE, basis="tracked", **options)
+    exact = KFAC(other, refresh=FINE, **options)
+    plain, seen = torch.empty(0), []
+    for step in range(2):
+        backward(model, step)
+        plain = layer_gradient(model[0])
+        kfac.step()
+        backward(other, step)
+        exact.step()
+        states = exact.engine.statistics.states
+        seen.append([states[f"0/{x}"].inverse or () for x in "AG"])
+    dense = [(q * v.unsqueeze(1)) @ q.mT for q, v in seen[1]]
+    right, left = (track(x, old) for x, old in zip(dense, seen[0], strict=True))
+    near(layer_gradient(model[0]), apply_eigen(plain, right, left, DAMPING))
+    gap = layer_gradient(model[0]) - layer_gradient(other[0])
+    assert gap.norm() > 1e-3 * plain.norm()
 
 
 @pytest.mark.parametrize("name", LAYERS)

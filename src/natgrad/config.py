@@ -13,6 +13,7 @@ DampingStyle = Literal["eigen", "factored", "relative"]
 Sides = Literal["both", "inputs", "outputs"]
 Scale = Literal["kronecker", "corrected", "adaptive", "orthogonal"]
 Whitening = Literal["half", "full"]
+Basis = Literal["exact", "tracked"]
 Trust = Literal["none", "kl", "layer"]
 Rest = Literal["plain", "adaptive"]
 Form = Literal["eigen", "inverse", "root"]
@@ -26,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "statistics": ("both", "inputs", "outputs"),
     "scale": ("kronecker", "corrected", "adaptive", "orthogonal"),
     "whitening": ("half", "full"),
+    "basis": ("exact", "tracked"),
     "trust": ("none", "kl", "layer"),
     "rest": ("plain", "adaptive"),
     "damping_style": ("eigen", "factored", "relative"),
@@ -60,6 +62,9 @@ class Curvature:
             statistics of their own: `norm`.
         scale: how statistics scale a gradient, as above.
         whitening: ``"half"`` or ``"full"``, of ``scale="orthogonal"``.
+        basis: eigenbases, where the rule has them, anew each time (``"exact"``), or
+            ``"tracked"``: after the first, one step of orthogonal iteration from the
+            last one (`natgrad.math.inverse.track`), which lags behind but is cheaper.
         trust: ``"none"``; ``"kl"``: all updates are scaled down so that their KL
             divergence is at most ``kl_clip``; ``"layer"``: each layer's update is given
             the norm of its weight (LARS), so that a learning rate of 0.01 changes every
@@ -97,6 +102,7 @@ class Curvature:
     statistics: Sides = "both"
     scale: Scale = "kronecker"
     whitening: Whitening = "half"
+    basis: Basis = "exact"
     trust: Trust = "none"
     kl_clip: float | None = 1e-3
     rest: Rest = "plain"
@@ -173,6 +179,13 @@ class Curvature:
             raise ValueError(
                 f"Invalid whitening='full' with scale={scale!r}. Must be 'half' unless "
                 "scale='orthogonal'."
+            )
+
+        if self.basis == "tracked" and self.form != "eigen":
+            raise ValueError(
+                f"Invalid basis='tracked' with scale={scale!r}, damping_style={style!r}"
+                f" and statistics={self.statistics!r}, which have no eigenbases. Must "
+                "be 'exact'."
             )
 
     @property

@@ -45,6 +45,8 @@ class KFAC(Inspectable):
             ``"corrected"`` (EKFAC), ``"adaptive"`` (Adam in their eigenbases) or
             ``"orthogonal"`` (the polar factor of the whitened gradient).
         whitening: ``"half"`` or ``"full"``, of ``scale="orthogonal"``.
+        basis: eigenbases made anew (``"exact"``), or ``"tracked"``: brought up to date
+            by one step of orthogonal iteration, which is cheaper and lags behind.
         trust: ``"kl"`` (clip all updates by their KL divergence: eq. 18), ``"layer"``
             (give each layer's update the norm of its weight, as LARS) or ``"none"``.
         kl_clip: kappa of eq. 18, > 0, with ``trust="kl"``; None turns it off.
@@ -91,6 +93,7 @@ class KFAC(Inspectable):
         statistics: config.Sides = "both",
         scale: config.Scale = "kronecker",
         whitening: config.Whitening = "half",
+        basis: config.Basis = "exact",
         trust: config.Trust = "kl",
         kl_clip: float | None = 1e-3,
         rest: config.Rest = "plain",
@@ -122,6 +125,7 @@ class KFAC(Inspectable):
             statistics=statistics,
             scale=scale,
             whitening=whitening,
+            basis=basis,
             trust=trust,
             kl_clip=kl_clip,
             rest=rest,

@@ -54,7 +54,7 @@ class SPNGD(Inspectable, Optimizer):
             learning rate means 1 - m of what it means for ``"update"``).
         param_groups: groups made of ``named_parameters``, for options of their own; all
             parameters of the model in one group by default.
-        statistics, scale, whitening, kl_clip, rest, beta2: as for `KFAC`.
+        statistics, scale, whitening, basis, kl_clip, rest, beta2: as for `KFAC`.
         trust: as for `KFAC`, but ``"none"`` unless told.
 
     As for `KFAC`: damping, damping_style, decay, refresh, fisher, loss, accumulation,
@@ -76,6 +76,7 @@ class SPNGD(Inspectable, Optimizer):
         statistics: config.Sides = "both",
         scale: config.Scale = "kronecker",
         whitening: config.Whitening = "half",
+        basis: config.Basis = "exact",
         trust: config.Trust = "none",
         kl_clip: float | None = 1e-3,
         rest: config.Rest = "plain",
@@ -107,6 +108,7 @@ class SPNGD(Inspectable, Optimizer):
             statistics=statistics,
             scale=scale,
             whitening=whitening,
+            basis=basis,
             trust=trust,
             kl_clip=kl_clip,
             rest=rest,

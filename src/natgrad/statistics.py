@@ -233,7 +233,9 @@ class Statistics:
         moments = [s for s in mine if s.spec.kind == "S"]
         kept = {s.spec.name for s in (*eigen, *roots, *moments)}
         plain = [s for s in mine if s.spec.name not in kept]
-        bases = eigendecompositions([self.dense(s) for s in eigen])
+        tracked = self.config.basis == "tracked"
+        earlier = [s.inverse if tracked else None for s in eigen]
+        bases = eigendecompositions([self.dense(s) for s in eigen], earlier)
         findings: Findings = dict(zip((s.spec.name for s in eigen), bases, strict=True))
         findings |= {s.spec.name: (self.dense(s).clone(),) for s in moments}
         for group, invert in ((plain, damped_inverses), (roots, damped_roots)):

@@ -39,8 +39,15 @@ REFRESH = st.one_of(
     st.sampled_from([("none",), ("word",)]),
 )
 COMMON: dict[str, Any] = {
+    "statistics": words("both", "inputs", "outputs"),
+    "scale": words("kronecker", "corrected", "adaptive", "orthogonal"),
+    "whitening": words("half", "full"),
+    "basis": words("exact", "tracked"),
+    "trust": words("none", "kl", "layer"),
+    "rest": words("plain", "adaptive"),
+    "beta2": NUMBERS,
     "damping": NUMBERS,
-    "damping_style": words("eigen", "factored"),
+    "damping_style": words("eigen", "factored", "relative"),
     "decay": NUMBERS,
     "refresh": REFRESH,
     "fisher": words("empirical", "sampled"),
@@ -61,6 +68,8 @@ SPNGD: dict[str, Any] = {
     "momentum": NUMBERS,
     "weight_decay": NUMBERS,
     "rescale_weights": st.booleans(),
+    "nesterov": st.booleans(),
+    "average": words("update", "gradient"),
 }
 
 

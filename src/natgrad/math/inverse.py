@@ -74,16 +74,43 @@ def _damped(
     ]
 
 
-def eigendecompositions(matrices: Sequence[Tensor]) -> list[Inverse | InverseError]:
+def eigendecompositions(
+    matrices: Sequence[Tensor], earlier: Sequence[Inverse | None] = ()
+) -> list[Inverse | InverseError]:
     """``(Q (s, n, n), v (s, n))`` of each X = Q diag(v) Q^T, v >= 0.
 
-    The eigenvectors of a diagonal ``(s, n)`` are unit vectors: Q is then empty.
+    The eigenvectors of a diagonal ``(s, n)`` are unit vectors: Q is then empty. Where
+    there is an ``earlier`` one it is brought up to date instead: see `track`.
     """
-    results = [_climb(_eigh, x, 0.0) for x in matrices]
-    return [
-        x if isinstance(x, InverseError) else (x[0], x[1].clamp_min(0.0))
-        for x in results
-    ]
+    olds = earlier or [None] * len(matrices)
+    tracked = {i: track(matrices[i], x) for i, x in enumerate(olds) if x is not None}
+    checks = [x.isfinite().all() for _, x in tracked.values()]
+    good = torch.stack(checks).tolist() if checks else []
+    kept = {i: x for (i, x), fine in zip(tracked.items(), good, strict=True) if fine}
+    return [kept[i] if i in kept else _exact(x) for i, x in enumerate(matrices)]
+
+
+def _exact(matrix: Tensor) -> Inverse | InverseError:
+    found = _climb(_eigh, matrix, 0.0)
+    if isinstance(found, InverseError):
+        return found
+    return found[0], found[1].clamp_min(0.0)
+
+
+def track(matrix: Tensor, earlier: Inverse) -> Inverse:
+    """One step of orthogonal iteration from an earlier eigendecomposition.
+
+    With the columns of the earlier Q by falling eigenvalue, ``Q' R = X Q`` and v' is
+    the diagonal of R without its sign: both converge while X stands still. From
+    eigenvectors that are off by e, eigenvalues come out off by e^2. Not finite if X or
+    Q is not: R is then, up to its diagonal.
+    """
+    vectors, values = earlier
+    if matrix.dim() == 2:
+        return vectors, matrix
+    order = values.argsort(dim=-1, descending=True).unsqueeze(1).expand_as(vectors)
+    q, r = torch.linalg.qr(matrix @ vectors.gather(2, order))
+    return q, r.diagonal(dim1=-2, dim2=-1).abs()
 
 
 def damped_from_eigen(vectors: Tensor, values: Tensor, damping: float) -> Tensor:

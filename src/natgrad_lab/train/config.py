@@ -133,6 +133,8 @@ class CurvatureConfig:
     """How they scale a gradient (kfac and spngd): natgrad.KFAC explains."""
     whitening: Literal["half", "full"] = "half"
     """Of scale orthogonal."""
+    basis: Literal["exact", "tracked"] = "exact"
+    """Eigenbases, where the rule has them: anew each time, or tracked."""
     trust: Literal["none", "kl", "layer"] | None = None
     """How long a step is (kfac and spngd). None: the optimizer's own, kl or none."""
     rest: Literal["plain", "adaptive"] = "plain"
