@@ -111,7 +111,7 @@ def _muon(model: nn.Module) -> Optimizer:
 # -- natgrad --------------------------------------------------------------------------
 
 
-def _kfac(style: str) -> Maker:
+def _kfac(style: str, basis: str = "exact") -> Maker:
     def maker(case: Case, layout: str) -> Contender:
         model = case.model(layout)
         optimizer = _sgd(model)
@@ -119,11 +119,13 @@ def _kfac(style: str) -> Maker:
             model,
             optimizer,
             damping_style=style,  # pyright: ignore[reportArgumentType]
+            basis=basis,  # pyright: ignore[reportArgumentType]
             refresh=cycle(),
             loss=case.loss,  # pyright: ignore[reportArgumentType]
         )
         step = training_step(model, optimizer, case, layout)
-        return _curved(f"natgrad KFAC {style}", step, kfac, optimizer)
+        name = f"natgrad KFAC {style}" + (f" {basis}" if basis != "exact" else "")
+        return _curved(name, step, kfac, optimizer)
 
     return maker
 
@@ -133,6 +135,13 @@ def _spngd(case: Case, layout: str) -> Contender:
     optimizer = natgrad.SPNGD(model, lr=LR, refresh=cycle(), loss=case.loss)  # pyright: ignore[reportArgumentType]
     step = training_step(model, optimizer, case, layout)
     return _curved("natgrad SPNGD", step, optimizer, optimizer)
+
+
+def _polar(case: Case, layout: str) -> Contender:
+    model = case.model(layout)
+    optimizer = natgrad.Polar(model, lr=LR, refresh=cycle(), loss=case.loss)  # pyright: ignore[reportArgumentType]
+    step = training_step(model, optimizer, case, layout)
+    return _curved("natgrad Polar", step, optimizer, optimizer)
 
 
 def _spngd_adaptive(case: Case, layout: str) -> Contender:
@@ -308,7 +317,9 @@ MAKERS: dict[str, Maker] = {
     "kfac-pytorch": _kfac_pytorch,
     "asdl": _asdl,
     "KFAC eigen": _kfac("eigen"),
+    "KFAC eigen tracked": _kfac("eigen", "tracked"),
     "KFAC factored": _kfac("factored"),
+    "Polar": _polar,
     "SPNGD": _spngd,
     "SPNGD adaptive": _spngd_adaptive,
 }

@@ -83,7 +83,13 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
         "ddp",
         {"scale": "corrected", "damping": 0.3, "norm": "unit", "skip": ("6",)},
     ),
-    "tracked": ("spngd", {"damping_style": "eigen", "basis": "tracked", "decay": 0.5}),
+    "tracked": (
+        "spngd",
+        {
+            **{"scale": "adaptive", "statistics": "outputs", "trust": "layer"},
+            **{"basis": "tracked", "decay": 0.5},
+        },
+    ),
     "orthogonal, both": (
         "spngd ddp",
         {
