@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.common import KEEP_MEMORY
 from natgrad_lab.data import load
 from natgrad_lab.report.summary import Summary, summarise
 
@@ -43,8 +44,6 @@ SCHEDULES = {
     ("fashion", 2048): (1.0, 4, 70.0),
 }
 SEEDS = (0, 1, 2)
-# By default glibc returns every large block to the system and faults it in again.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(10**9), "MALLOC_TRIM_THRESHOLD_": "4" * 10}
 
 
 @dataclass(frozen=True, kw_only=True)

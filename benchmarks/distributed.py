@@ -41,6 +41,7 @@ from benchmarks.common import (
     Samples,
     describe,
     interleave,
+    keep_memory,
     machine,
     markdown_table,
     megabytes,
@@ -353,6 +354,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Start the ranks and wait for them."""
     options = parse(arguments)
+    if arguments is None:
+        keep_memory("benchmarks.distributed")
     options.out.mkdir(parents=True, exist_ok=True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.spawn(rank_main, (store.port, options), nprocs=WORLD)

@@ -19,6 +19,7 @@ from natgrad.capture import Capture
 from natgrad.comm import Communicator
 from natgrad.engine import Engine
 from natgrad.flight import Flight
+from natgrad.hooks import Hooks
 from natgrad.kfac import KFAC
 from natgrad.spngd import SPNGD
 from natgrad.statistics import Statistics
@@ -34,7 +35,6 @@ PHASES = (
 
 METHODS: dict[str, tuple[tuple[type, str], ...]] = {
     "statistics": (
-        (Capture, "_after_forward"),
         (Capture, "_after_backward"),
         (Engine, "reduce_statistics"),
         (Engine, "begin"),
@@ -125,9 +125,10 @@ def _wrap_hooks(contender: Contender, watch: Stopwatch) -> Callable[[], None]:
     for module in contender.target.engine.model.modules():
         for key, hook in list(module._forward_hooks.items()):
             function = getattr(hook, "func", None)
-            if getattr(function, "__func__", None) is _AFTER_FORWARD:
+            if getattr(function, "__func__", None) is _LAYER_HOOK:
                 changed.append((module._forward_hooks, key, hook))
                 module._forward_hooks[key] = watch.wrap(hook, "statistics")
+    assert changed, "natgrad has no forward hooks in this model"
 
     def undo() -> None:
         for table, key, hook in changed:
@@ -136,7 +137,7 @@ def _wrap_hooks(contender: Contender, watch: Stopwatch) -> Callable[[], None]:
     return undo
 
 
-_AFTER_FORWARD = Capture.__dict__["_after_forward"]
+_LAYER_HOOK = Hooks.__dict__["_layer_hook"]
 
 
 def measure(contender: Contender, clock: str, rounds: int = 3) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.comparison import KEEP_MEMORY
+from benchmarks.common import KEEP_MEMORY
 from natgrad_lab.data import load
 from natgrad_lab.errors import UserError
 from natgrad_lab.report.summary import Summary, summarise

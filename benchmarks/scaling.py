@@ -21,6 +21,7 @@ from benchmarks.common import (
     BASELINE,
     RESULTS,
     interleave,
+    keep_memory,
     machine,
     say,
     summarise,
@@ -174,6 +175,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Run, print and write."""
     options = parse(arguments)
+    if arguments is None:
+        keep_memory("benchmarks.scaling")
     torch.set_num_threads(options.threads)
     for name in options.only:
         run(name, SWEEPS[name], options)

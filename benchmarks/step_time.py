@@ -26,6 +26,7 @@ from benchmarks.common import (
     Contender,
     describe,
     interleave,
+    keep_memory,
     machine,
     markdown_table,
     megabytes,
@@ -34,7 +35,7 @@ from benchmarks.common import (
     tensor_bytes,
     write_json,
 )
-from benchmarks.contenders import MAKERS, make_all
+from benchmarks.contenders import MAKERS, QUICK_TO_STEP, make_all
 from benchmarks.figures import step_time_figure
 
 TARGETS: dict[tuple[str, str], float] = {
@@ -58,7 +59,8 @@ of the steps that were run, with the share of statistics refreshed in them. `spr
 the quartiles of single rounds. With 1 thread times are CPU seconds of the process, with
 more wall seconds. `state` is what the optimizer keeps after a full step, momentum
 included; `peak` is memory at the highest point of the costliest kind of step, beyond
-what an SGD step takes."""
+what an SGD step takes. The allocator keeps freed memory (`MALLOC_MMAP_THRESHOLD_`,
+`MALLOC_TRIM_THRESHOLD_`)."""
 
 
 def measure(
@@ -68,11 +70,12 @@ def measure(
     torch.set_num_threads(threads)
     clock = "cpu" if threads == 1 else "wall"
     say(f"{case.label}, batch {case.batch}, {threads} thread(s)")
-    contenders = make_all(case, options.layout, options.contenders, say)
+    names = options.contenders or ([] if details or case.slow else QUICK_TO_STEP)
+    contenders = make_all(case, options.layout, names, say)
     samples = interleave(
         contenders,
         seconds=case.seconds[threads] * options.scale,
-        least=1 if options.quick else 2 if case.slow else 4,
+        least=1 if options.quick else 2 if case.slow or not details else 4,
         most=1 if options.quick else 60,
         say=lambda text: say(f"  {text}"),
     )
@@ -105,7 +108,7 @@ def memory_of(contenders: list[Contender]) -> dict[str, dict[str, Any]]:
         # Now: a cycle begins with its full step, after which nothing waits for the next
         # inverse.
         state = c.state()
-        for kind in c.kinds[1:]:
+        for kind in dict.fromkeys(c.kinds[1:]):
             highest = max(highest, memory.peak(c, kind))
         found[c.name] = {
             "state_bytes": None if state is None else tensor_bytes(state),
@@ -213,6 +216,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Run, print and write."""
     options = parse(arguments)
+    if arguments is None:
+        keep_memory("benchmarks.step_time")
     results: list[dict[str, Any]] = []
     facts = machine() | {"settings": {"layout": options.layout}}
     for name, case in options.cases.items():
