@@ -10,6 +10,7 @@ kinds of steps, interleaving and clocks.
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,11 @@ def memory_of(contenders: list[Contender]) -> dict[str, dict[str, Any]]:
         # Now: a cycle begins with its full step, after which nothing waits for the next
         # inverse.
         state = c.state()
-        for kind in dict.fromkeys(c.kinds[1:]):
-            highest = max(highest, memory.peak(c, kind))
+        for i, kind in enumerate(c.kinds[1:], start=1):
+            if kind in c.kinds[:i]:
+                c.step()  # to the end of the cycle: the next step must be its first
+            else:
+                highest = max(highest, memory.peak(c, kind))
         found[c.name] = {
             "state_bytes": None if state is None else tensor_bytes(state),
             "peak_bytes": max(0, highest - base),
@@ -203,6 +207,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--contenders", nargs="+", default=[], choices=MAKERS, metavar="NAME")
     add("--threads", nargs="+", type=int, default=[1, 2])
     add("--scale", type=float, default=1.0, help="times the time budget")
+    add("--keep", action="store_true", help="keep other cases of the last run")
     add("--layout", choices=("contiguous", "channels_last"), default="contiguous")
     add("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -218,7 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if arguments is None:
         keep_memory("benchmarks.step_time")
-    results: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = kept(options) if options.keep else []
     facts = machine() | {"settings": {"layout": options.layout}}
     for name, case in options.cases.items():
         if options.only and name not in options.only:
@@ -231,7 +236,9 @@ def main(arguments: list[str] | None = None) -> None:
             timed = dataclasses.replace(case, seconds={threads: budget})
             # memory does not depend on threads, and phases hardly do
             details = threads == counts[0]
-            results.append(measure(name, timed, threads, options, details))
+            found = measure(name, timed, threads, options, details)
+            results = [r for r in results if _place(r) != _place(found)] + [found]
+            results.sort(key=_place)
             # after each, so that a run that is stopped leaves what it has
             write_json(
                 options.out / "step_time.json", {"machine": facts, "cases": results}
@@ -241,6 +248,16 @@ def main(arguments: list[str] | None = None) -> None:
     for row in targets(results):
         say("  ".join(row))
     say(f"written to {options.out}")
+
+
+def kept(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The cases of the last run, to which those of this one are added."""
+    return json.loads((options.out / "step_time.json").read_text())["cases"]
+
+
+def _place(result: dict[str, Any]) -> tuple[int, int]:
+    names = [*CASES, *QUICK_CASES]
+    return names.index(result["case"]), result["threads"]
 
 
 if __name__ == "__main__":

@@ -113,18 +113,18 @@ class BatchNorm(Norm):
     def normalised(
         self, module: nn.Module, x: Tensor, *kept: Tensor
     ) -> tuple[Tensor, Tensor | float]:
-        mean, variance = self.batch_statistics(module, x)
-        scale = torch.rsqrt(variance + _setting(module, "eps"))
-        return x - mean.reshape((1, -1) + (1,) * (x.dim() - 2)), scale
-
-    def batch_statistics(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and (biased) variance that the forward used, a channel each."""
+        rows = x.reshape(*x.shape[:2], -1)  # a view in either memory format
         running: Tensor | None = _setting(module, "running_mean")
         if running is not None and not module.training:
-            return running.to(x.dtype), _setting(module, "running_var").to(x.dtype)
-        dims = (0, *range(2, x.dim()))
-        variance, mean = torch.var_mean(x, dims, correction=0)
-        return mean, variance
+            centred = rows - running.to(x.dtype).unsqueeze(1)
+            variance = _setting(module, "running_var").to(x.dtype)
+        else:
+            # sums of an example's pixels first: var_mean over dims that are not
+            # neighbours takes five times as long on a CPU
+            centred = rows - (rows.mean(2).mean(0)).unsqueeze(1)
+            variance = torch.linalg.vecdot(centred, centred).mean(0) / rows.shape[2]
+        scale = torch.rsqrt(variance + _setting(module, "eps"))
+        return centred.reshape(x.shape), scale
 
     def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
         # a view in either memory format
