@@ -1,0 +1,1 @@
+"""Update rules tuned with equal budgets: `python -m benchmarks.rules`."""

@@ -1,0 +1,136 @@
+"""Tables and the figure of `benchmarks.rules`, from the outcomes that there are."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.comparison import cpu_name
+from benchmarks.figures import accuracy_figure
+from benchmarks.rules.contenders import ABLATIONS, CONTENDERS, Contender
+from benchmarks.rules.jobs import Setting, best_trial, settings_in, trials_of
+from benchmarks.rules.outcomes import Outcome, read_outcomes
+
+RESULTS = Path(__file__).parents[1] / "results"
+LEDGER = RESULTS / "rules.jsonl"
+Known = Mapping[str, Outcome]
+Curves = dict[str, tuple[list[float], list[float]]]
+
+
+def tuning_table(
+    known: Known, setting: Setting, contenders: Mapping[str, Contender], stage: str
+) -> Iterator[str]:
+    """The best trial of each, how many were misses, and all scores by rank."""
+    rows: list[tuple[float, str]] = []
+    for name in contenders:
+        trials = trials_of(known, setting, stage, name)
+        if not trials:
+            continue
+        missed = sum(x.missed for x in trials)
+        count = f"{len(trials)}" + (f" ({missed} missed)" if missed else "")
+        best = best_trial(known, setting, stage, name)
+        if best is None:
+            rows.append((-math.inf, f"| {name} | - | - | - | - | {count} | |\n"))
+            continue
+        test = best.tests[-1]
+        middle = statistics.median_low(x.score for x in trials)
+        median = f"{abs(middle):.1f}" if math.isfinite(middle) else "-"
+        said = ", ".join(
+            f"{k.rpartition('.')[2]} {v}" for k, v in best.settings.items()
+        )
+        row = f"| {name} | {test.accuracy:.1f} | {test.loss:.3f} | {median} "
+        row += f"| {best.cpu_seconds:.0f} | {count} | {said} |\n"
+        rows.append((best.score, row))
+    if rows:
+        what = "variant" if stage == "ablate" else "rule"
+        yield f"\n| {what} | best % | its loss | median trial | CPU s | trials "
+        yield "| settings |\n|---|---|---|---|---|---|---|\n"
+        order = rows if stage == "ablate" else sorted(rows, key=lambda r: -r[0])
+        yield from (row for _, row in order)
+
+
+def common_target(finals: Mapping[str, Sequence[Outcome]]) -> float:
+    """The highest whole accuracy that half of the rules reach with every seed."""
+    least = [
+        min(max((t.accuracy for t in x.tests), default=0.0) for x in runs)
+        for runs in finals.values()
+    ]
+    return float(math.floor(statistics.median_high(least)))
+
+
+def finals_of(known: Known, setting: Setting) -> dict[str, list[Outcome]]:
+    """The runs with fresh seeds, by rule."""
+    finals = {name: trials_of(known, setting, "final", name) for name in CONTENDERS}
+    return {name: runs for name, runs in finals.items() if runs}
+
+
+def finals_table(known: Known, setting: Setting) -> Iterator[str]:
+    """Means over seeds, their range, and steps and seconds to a common accuracy."""
+    finals = finals_of(known, setting)
+    if not finals:
+        return
+    target = common_target(finals)
+    yield "\nThe best settings with fresh seeds. Steps and CPU seconds are those to "
+    yield f"{target:g}%, as the mean of the seeds that reach it:\n\n"
+    yield "| rule | last %, mean (range) | loss | steps | CPU s | seeds that reach it "
+    yield "| CPU ms a step |\n|---|---|---|---|---|---|---|\n"
+    rows = [_final_row(name, runs, target) for name, runs in finals.items()]
+    yield from (row for _, row in sorted(rows, key=lambda r: -r[0]))
+
+
+def _final_row(name: str, runs: Sequence[Outcome], target: float) -> tuple[float, str]:
+    done = [x for x in runs if not x.missed]
+    reached = [t for x in done if (t := x.first_at(target)) is not None]
+    steps = "- | -"
+    if reached:
+        seconds = statistics.mean(t.cpu_seconds for t in reached)
+        steps = f"{statistics.mean(t.step for t in reached):.0f} | {seconds:.0f}"
+    last = [x.tests[-1].accuracy for x in done] or [0.0]
+    loss = statistics.mean([x.tests[-1].loss for x in done] or [math.nan])
+    each = statistics.mean(1000 * x.cpu_seconds / max(1, x.steps) for x in runs)
+    text = f"| {name} | {statistics.mean(last):.1f} "
+    text += f"({min(last):.1f} to {max(last):.1f}) "
+    text += f"| {loss:.3f} | {steps} | {len(reached)} of {len(runs)} | {each:.0f} |\n"
+    return statistics.mean([x.score for x in done] or [-math.inf]), text
+
+
+def curves(known: Known, setting: Setting) -> Curves:
+    """Mean accuracy against steps of the finals, by rule."""
+    found: Curves = {}
+    for name, runs in finals_of(known, setting).items():
+        if len({len(x.tests) for x in runs}) == 1:
+            steps = [float(t.step) for t in runs[0].tests]
+            columns = zip(*(x.tests for x in runs), strict=True)
+            means = [statistics.mean(t.accuracy for t in c) for c in columns]
+            found[name] = (steps, means)
+    return found
+
+
+def write(ledger: Path, results: Path = RESULTS) -> None:
+    """Tabulate a file of outcomes into ``rules.md`` and ``rules.png``."""
+    known = read_outcomes(ledger)
+    text = ["# Update rules, tuned with equal budgets\n\n"]
+    text += ["Made by `python -m benchmarks.rules`; its header says how.\n"]
+    text += [f"torch {torch.__version__}, one thread a run, {os.cpu_count()} cores of "]
+    text += [f"{cpu_name()}.\n"]
+    panels: dict[str, Curves] = {}
+    for setting in settings_in(known):
+        title = f"{setting.data}, {setting.model}, batch {setting.batch:,}, "
+        title += f"{setting.steps} steps"
+        text += [f"\n## {title}\n", *finals_table(known, setting)]
+        text += tuning_table(known, setting, CONTENDERS, "tune")
+        ablations = [*tuning_table(known, setting, ABLATIONS, "ablate")]
+        if ablations:
+            text += ["\nPolar with one ingredient exchanged:\n", *ablations]
+        if found := curves(known, setting):
+            panels[title] = found
+    results.mkdir(exist_ok=True)
+    (results / "rules.md").write_text("".join(text))
+    if panels:
+        accuracy_figure(panels, results / "rules.png")
+    print("".join(text))

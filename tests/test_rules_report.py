@@ -1,0 +1,90 @@
+"""The ledger of `benchmarks.rules`: what is kept, what is chosen, what is tabulated."""
+
+from pathlib import Path
+
+import pytest
+from benchmarks.rules import jobs
+from benchmarks.rules.contenders import CONTENDERS
+from benchmarks.rules.outcomes import Evaluation, Outcome, append_outcome, read_outcomes
+from benchmarks.rules.report import common_target, finals_table, tuning_table
+
+SETTING = jobs.Setting(data="cifar10", model="resnet8", batch=512, steps=48)
+
+
+def outcome(name: str, *accuracies: float, ending: str = "done") -> Outcome:
+    tests = [
+        Evaluation(step=10 * i, loss=2 - a / 100, accuracy=a, cpu_seconds=5.0 * i)
+        for i, a in enumerate(accuracies, start=1)
+    ]
+    return Outcome(
+        name=f"{SETTING.name}-{name}",
+        settings={"optimizer.lr": "0.1"},
+        ending=ending,
+        steps=10 * len(accuracies),
+        cpu_seconds=5.0 * len(accuracies),
+        tests=tuple(tests),
+    )
+
+
+def known(*outcomes: Outcome) -> dict[str, Outcome]:
+    return {one.name: one for one in outcomes}
+
+
+def test_what_is_appended_is_read_again(tmp_path: Path) -> None:
+    ledger = tmp_path / "rules.jsonl"
+    assert read_outcomes(ledger) == {}
+    ones = [outcome("tune-sgd-t0", 40.0), outcome("tune-sgd-t1", ending="diverged")]
+    for one in ones:
+        append_outcome(ledger, one)
+    assert read_outcomes(ledger) == known(*ones)
+
+
+def test_a_miss_is_counted_and_never_chosen() -> None:
+    ones = known(
+        outcome("tune-muon-t0", 41.0),
+        outcome("tune-muon-t1", 90.0, ending="diverged"),
+        outcome("tune-muon+trust-t0", 70.0),
+    )
+    best = jobs.best_trial(ones, SETTING, "tune", "muon")
+    assert best is not None
+    assert best.name.endswith("-muon-t0")  # and not that of muon+trust
+    table = "".join(tuning_table(ones, SETTING, CONTENDERS, "tune"))
+    assert "| muon | 41.0 | 1.590 | - | 5 | 2 (1 missed) | lr 0.1 |" in table
+    assert table.index("| muon+trust |") < table.index("| muon |")
+
+
+def test_the_target_is_one_that_half_of_the_rules_reach_with_every_seed() -> None:
+    finals = {
+        "a": [outcome("final-a-r1", 30.0, 52.5), outcome("final-a-r2", 51.9)],
+        "b": [outcome("final-b-r1", 49.2)],
+        "c": [outcome("final-c-r1", 20.0), outcome("final-c-r2", ending="diverged")],
+    }
+    assert common_target(finals) == 49.0
+
+
+def test_steps_to_the_target_are_means_over_the_seeds_that_reach_it() -> None:
+    ones = known(
+        outcome("final-sgd-r1", 30.0, 45.0, 50.0),
+        outcome("final-sgd-r2", 50.0, 50.0, 50.0),
+    )
+    table = "".join(finals_table(ones, SETTING))
+    assert "those to 50%" in table
+    assert "| sgd | 50.0 (50.0 to 50.0) | 1.500 | 20 | 10 | 2 of 2 | 500 |" in table
+
+
+def test_every_contender_gets_the_same_points_and_is_tried_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs.Setting, "command", lambda self, *args: [])
+    names = ("sgd", "muon+trust")
+    contenders = {name: CONTENDERS[name] for name in names}
+    found = list(jobs.tuning_jobs(SETTING, contenders, "tune", 2))
+    assert [job.name.partition("tune-")[2] for job in found] == [
+        "sgd-t0",
+        "muon+trust-t0",
+        "sgd-t1",
+        "muon+trust-t1",
+    ]
+    assert jobs.points(2, 2) == jobs.points(2, 6)[:2]
+    parsed = jobs.settings_in({job.name: outcome("x", 1.0) for job in found})
+    assert parsed == [SETTING]
