@@ -18,7 +18,6 @@ from typing import Any
 import optuna
 from optuna.distributions import (
     BaseDistribution,
-    CategoricalDistribution,
     FloatDistribution,
     IntDistribution,
 )
@@ -28,7 +27,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from natgrad_lab.errors import UserError
 from natgrad_lab.study.curves import Curve, to_plain
 from natgrad_lab.study.points import Planned, Point, spec_to_plain
-from natgrad_lab.study.spec import METHODS, StudySpec
+from natgrad_lab.study.spec import StudySpec
 from natgrad_lab.study.storage import Storage, try_flock
 from natgrad_lab.study.toml import build
 
@@ -36,14 +35,12 @@ SHOWN = 20
 """Points of a finished curve that Optuna's own tools are shown."""
 OPEN = (TrialState.WAITING, TrialState.RUNNING)
 # Optuna wants one distribution a name for ever: wide ones, so that grids can grow.
+# Words have no wide one (a choice more is another distribution): they are attributes.
 RANGES: dict[str, BaseDistribution] = {
-    "method": CategoricalDistribution(METHODS),
     "batch": IntDistribution(1, 2**31 - 1),
     "lr": FloatDistribution(1e-30, 1e30, log=True),
     "momentum": FloatDistribution(0.0, 1.0),
     "damping": FloatDistribution(1e-30, 1e30, log=True),
-    "style": CategoricalDistribution(("normal", "approximated")),
-    "schedule": CategoricalDistribution(("scaled", "fixed")),
     "seed": IntDistribution(0, 2**31 - 1),
 }
 
@@ -94,12 +91,13 @@ class Ledger:
                 load_if_exists=True,
             )
             ledger = cls(storage, spec.name)
+            # before the trials: whatever stops us, the study says what it is
+            ledger.study.set_user_attr("keys", list(plan))
+            ledger.study.set_user_attr("spec", spec_to_plain(spec))
             known = {each.user_attrs["key"] for each in ledger.trials()}
             for key, planned in plan.items():
                 if key not in known:
                     ledger.study.add_trial(_waiting(planned))
-            ledger.study.set_user_attr("keys", list(plan))
-            ledger.study.set_user_attr("spec", spec_to_plain(spec))
         return ledger
 
     def spec(self) -> StudySpec:
@@ -266,23 +264,27 @@ def _takeable(row: FrozenTrial, here: str, stale: set[int]) -> bool:
 
 
 def _waiting(planned: Planned) -> FrozenTrial:
-    """A new trial of a plan, with its parameters for Optuna's tools to show."""
-    values = parameters(planned.point)
+    """A new trial of a plan, as Optuna's tools show it."""
+    point = planned.point
+    numbers = parameters(point)
+    words = {"method": point.method, "style": point.style, "schedule": point.schedule}
     return create_trial(
         state=TrialState.WAITING,
-        params=values,
-        distributions={name: RANGES[name] for name in values},
-        user_attrs={"key": planned.key, "point": asdict(planned.point)},
+        params=numbers,
+        distributions={name: RANGES[name] for name in numbers},
+        user_attrs={"key": planned.key, "point": asdict(point), **words},
     )
 
 
 def parameters(point: Point) -> dict[str, Any]:
-    """A point under the names that Optuna and its dashboard show."""
-    values: dict[str, Any] = asdict(point)
-    values["momentum" if point.method == "sgd" else "damping"] = values.pop("other")
-    if not point.style:
-        del values["style"]
-    return values
+    """A point's numbers under the names that Optuna and its dashboard show."""
+    second = "momentum" if point.method == "sgd" else "damping"
+    return {
+        "batch": point.batch,
+        "lr": point.lr,
+        second: point.other,
+        "seed": point.seed,
+    }
 
 
 def _only(storage: Storage) -> str:

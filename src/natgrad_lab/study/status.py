@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from natgrad_lab.study.ledger import Ledger
+from natgrad_lab.study.points import Point
 
 Cell = tuple[str, int]
 
@@ -130,13 +131,8 @@ def _row(where: Cell, trials: Sequence[FrozenTrial]) -> Row:
 def _running(trial: FrozenTrial) -> Running:
     facts = trial.user_attrs
     step, total = facts.get("progress", (0, 0))
-    shown = {k: v for k, v in trial.params.items() if k not in ("method", "batch")}
-    rest = " ".join(
-        f"{k}={v:g}" if isinstance(v, float) else str(v) for k, v in shown.items()
-    )
-    method, batch = cell(trial)
     return Running(
-        label=f"{method} m={batch} {rest}",
+        label=Point(**facts["point"]).label,
         worker=facts.get("worker", ""),
         attempt=facts.get("attempts", 1),
         step=step,

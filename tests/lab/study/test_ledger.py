@@ -2,19 +2,22 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import optuna
 import pytest
-from optuna.trial import TrialState
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import TrialState, create_trial
 from rich.console import Console
-from tests.lab.study.made import curve, tiny
+from tests.lab.study.made import curve, one, tiny
 
 from natgrad_lab.errors import UserError
-from natgrad_lab.study.ledger import Claim, Ledger, thinned
+from natgrad_lab.study.ledger import RANGES, Claim, Ledger, thinned
 from natgrad_lab.study.points import Planned, make_plan
 from natgrad_lab.study.results import read_results
+from natgrad_lab.study.spec import Method, Schedule
 from natgrad_lab.study.status import (
     duration,
     read_status,
@@ -162,6 +165,70 @@ def test_new_grid_points_keep_what_is_done(study: Study) -> None:
     assert len(again.trials()) == 9
     assert len(again.planned_trials()) == 3
     assert again.spec() == smaller
+
+
+EVERY = {
+    **tiny().methods,
+    "spngd": Method(lr=one(0.1), damping=one(0.1), recipe="digits-spngd"),
+    "polar": Method(lr=one(0.1), damping=one(1.0), recipe="digits-polar"),
+}
+
+
+def test_every_method_can_be_planned(tmp_path: Path) -> None:
+    spec = tiny(methods=EVERY, schedule=Schedule(kinds=("scaled", "fixed")))
+    plan = make_plan(spec)
+    storage = Storage(f"sqlite:///{tmp_path}/study.db", create=True)
+    ledger = Ledger.plan(storage, spec, plan)
+    rows = ledger.planned_trials()
+    assert len(rows) == len(plan)
+    assert {x.user_attrs["method"] for x in rows} == set(EVERY)
+    assert {x.user_attrs["style"] for x in rows if x.params.get("damping") == 1.0} == {
+        "relative"
+    }
+    storage.close()
+
+
+def test_a_storage_of_an_older_natgrad_grows(
+    plan: dict[str, Planned], tmp_path: Path
+) -> None:
+    """Once method, style and schedule were categories, which Optuna never widens."""
+    storage = Storage(f"sqlite:///{tmp_path}/study.db", create=True)
+    study = optuna.create_study(study_name="tiny", storage=storage.rdb)
+    old = next(each for each in plan.values() if each.point.method == "kfac")
+    choices = {"method": ("sgd", "kfac", "spngd"), "style": ("normal", "approximated")}
+    study.add_trial(
+        create_trial(
+            state=TrialState.WAITING,
+            params={"method": "kfac", "style": "normal", "lr": old.point.lr},
+            distributions={"lr": RANGES["lr"]}
+            | {name: CategoricalDistribution(x) for name, x in choices.items()},
+            user_attrs={"key": old.key, "point": asdict(old.point)},
+        )
+    )
+    spec = tiny(methods=EVERY)
+    ledger = Ledger.plan(storage, spec, make_plan(spec))
+    assert len(ledger.planned_trials()) == 10
+    row = next(x for x in ledger.trials() if x.user_attrs["key"] == old.key)
+    assert row.params["method"] == "kfac"
+    assert sum(each.total for each in read_status(ledger).rows) == 10
+    storage.close()
+
+
+def test_a_study_that_could_not_be_planned_says_what_it_is(
+    plan: dict[str, Planned], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(f"sqlite:///{tmp_path}/study.db", create=True)
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.Study, "add_trial", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            Ledger.plan(storage, tiny(), plan)
+    assert Ledger(storage).spec() == tiny()
+    assert len(Ledger.plan(storage, tiny(), plan).planned_trials()) == 6
+    storage.close()
 
 
 def test_status_counts_and_guesses_the_time_left(study: Study) -> None:
