@@ -16,7 +16,8 @@ Metric = Literal["loss", "accuracy"]
 class Curve:
     """A trial over time. Every tuple has one entry an evaluation.
 
-    ``losses`` are training losses, averaged since the evaluation before;
+    The first evaluation is before training, at update 0. ``losses`` are training
+    losses, averaged since the evaluation before (the first: that of the first batch);
     ``accuracies`` are test accuracies in percent; ``seconds`` and ``cpu_seconds``
     count training only, not evaluations.
     """
@@ -40,8 +41,9 @@ class Curve:
 
     @property
     def step_seconds(self) -> float:
-        """Processor seconds an update; not a number without a point."""
-        return self.cpu_seconds[-1] / self.steps[-1] if self.steps else math.nan
+        """Processor seconds an update; not a number without a point after one."""
+        updates = self.steps[-1] if self.steps else 0
+        return self.cpu_seconds[-1] / updates if updates else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +69,11 @@ def from_records(records: Sequence[Record], ending: Ended) -> Curve:
     tests = [each for each in records if each["kind"] == "test"]
     trains = [each for each in records if each["kind"] == "train"]
     tests = [each for each in tests if math.isfinite(each["loss"])]
+    start = next((x["loss"] for x in records if x["kind"] == "start"), math.nan)
     return Curve(
         steps=tuple(each["step"] for each in tests),
         epochs=tuple(each["epoch"] for each in tests),
-        losses=tuple(_between(trains, [each["step"] for each in tests])),
+        losses=tuple(_between(trains, [each["step"] for each in tests], start)),
         accuracies=tuple(each["accuracy"] for each in tests),
         seconds=tuple(each["seconds"] for each in tests),
         cpu_seconds=tuple(each["cpu_seconds"] for each in tests),
@@ -78,8 +81,10 @@ def from_records(records: Sequence[Record], ending: Ended) -> Curve:
     )
 
 
-def _between(trains: Sequence[Record], ends: Sequence[int]) -> list[float]:
-    """Mean training loss an update in (the end before, the end]."""
+def _between(
+    trains: Sequence[Record], ends: Sequence[int], start: float
+) -> list[float]:
+    """Mean training loss an update in (the end before, the end]; ``start`` before."""
     losses: list[float] = []
     before, index = 0, 0
     for end in ends:
@@ -93,7 +98,7 @@ def _between(trains: Sequence[Record], ends: Sequence[int]) -> list[float]:
         if count:
             losses.append(total / count)
         else:  # no record since the last evaluation: nothing newer is known
-            losses.append(losses[-1] if losses else math.nan)
+            losses.append(losses[-1] if losses else start)
     return losses
 
 
@@ -124,23 +129,29 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     """Repeats of one configuration as one: means, point by point.
 
     One diverged repeat makes the configuration diverged; its points are those that all
-    repeats have.
+    repeats have (an older natgrad recorded none at update 0).
     """
     if len(curves) == 1:
         return curves[0]
-    length = min(len(curve.steps) for curve in curves)
+    common = set(curves[0].steps).intersection(*(curve.steps for curve in curves))
     ended = [curve.ending for curve in curves]
 
     def mean(name: str) -> tuple[float, ...]:
-        rows = [getattr(curve, name)[:length] for curve in curves]
+        rows = [_at(curve, name, common) for curve in curves]
         return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))
 
     return Curve(
-        steps=curves[0].steps[:length],
-        epochs=curves[0].epochs[:length],
+        steps=tuple(sorted(common)),
+        epochs=mean("epochs"),
         losses=mean("losses"),
         accuracies=mean("accuracies"),
         seconds=mean("seconds"),
         cpu_seconds=mean("cpu_seconds"),
         ending="diverged" if "diverged" in ended else "done",
     )
+
+
+def _at(curve: Curve, name: str, steps: set[int]) -> list[float]:
+    """One of a curve's tuples, at these steps only."""
+    pairs = zip(curve.steps, getattr(curve, name), strict=True)
+    return [value for step, value in pairs if step in steps]

@@ -4,6 +4,7 @@ Every function takes `Results` and returns a matplotlib figure. Methods have a m
 batch sizes a colour from dark (small) to bright (large), stages of training a colour.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,8 +214,9 @@ def _best_runs(
         label = f"{batch}" if dashes == "-" else f"{batch}, fixed"
         axis.plot(where, values, dashes, color=color, label=label, linewidth=1.3)
         if star:
-            pick = min if metric == "loss" else max
-            at = values.index(pick(values))
+            sign = 1 if metric == "loss" else -1
+            known = [i for i, value in enumerate(values) if math.isfinite(value)]
+            at = min(known, key=lambda i: sign * values[i], default=0)
             axis.plot(where[at], values[at], "*", color=color, markersize=9)
 
 

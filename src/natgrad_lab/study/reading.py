@@ -3,6 +3,9 @@
 A criterion c is a target loss or accuracy. k_c(m) is the least cost, over all
 configurations, to reach it at batch size m; s_c(m; m0) = k_c(m0) / k_c(m) is the
 speedup, m / m0 when batches scale ideally.
+
+Between two evaluations a curve is taken for a straight line: where it meets a target,
+and where stopping is simulated, does not depend on how often it was evaluated.
 """
 
 import math
@@ -15,7 +18,7 @@ STAGE_SHARE = 0.8
 """How far into a stage of training its target is (002 section IV.C)."""
 HALF = 0.5
 """Share of the ideal speedup below which a batch size no longer scales."""
-Cost = Callable[[Trial, int], float]
+Cost = Callable[[Trial], Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,24 +50,40 @@ def first_met(curve: Curve, criterion: Criterion) -> int | None:
     return None
 
 
-def iterations(trial: Trial, index: int) -> float:
-    """Cost: updates so far."""
-    return float(trial.curve.steps[index])
+def iterations(trial: Trial) -> Sequence[float]:
+    """Cost: updates, at each point of the curve."""
+    return trial.curve.steps
 
 
-def examples(trial: Trial, index: int) -> float:
-    """Cost: examples processed so far, updates x batch size."""
-    return float(trial.curve.steps[index] * trial.batch)
+def examples(trial: Trial) -> Sequence[float]:
+    """Cost: examples processed, updates x batch size."""
+    return [step * trial.batch for step in trial.curve.steps]
 
 
-def wall_seconds(trial: Trial, index: int) -> float:
-    """Cost: training seconds so far by the wall clock, K-FAC's own work included."""
-    return trial.curve.seconds[index]
+def wall_seconds(trial: Trial) -> Sequence[float]:
+    """Cost: training seconds by the wall clock, K-FAC's own work included."""
+    return trial.curve.seconds
 
 
-def compute_seconds(trial: Trial, index: int) -> float:
-    """Cost: processor seconds so far, K-FAC's own work included."""
-    return trial.curve.cpu_seconds[index]
+def compute_seconds(trial: Trial) -> Sequence[float]:
+    """Cost: processor seconds, K-FAC's own work included."""
+    return trial.curve.cpu_seconds
+
+
+def cost_to(trial: Trial, criterion: Criterion, cost: Cost) -> float | None:
+    """What a trial spends until it meets a criterion; None when it does not.
+
+    Between the last point that misses it and the first that meets it, linearly.
+    """
+    index = first_met(trial.curve, criterion)
+    if index is None:
+        return None
+    spent, values = cost(trial), trial.curve.values(criterion.metric)
+    if not index or not math.isfinite(values[index - 1]):
+        return float(spent[index])
+    missed, met = values[index - 1], values[index]
+    share = (criterion.value - missed) / (met - missed)
+    return spent[index - 1] + share * (spent[index] - spent[index - 1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +103,8 @@ def fewest(
     """
     best: Fewest | None = None
     for trial in trials:
-        index = first_met(trial.curve, criterion)
-        if index is None:
-            continue
-        spent = cost(trial, index)
-        if best is None or spent < best.cost:
+        spent = cost_to(trial, criterion, cost)
+        if spent is not None and (best is None or spent < best.cost):
             best = Fewest(cost=spent, trial=trial)
     return best
 
@@ -108,10 +124,13 @@ def costs_to(
 
 
 def speedups(costs: Mapping[int, float], base: int) -> dict[int, float]:
-    """s_c(m; m0) for each m; empty when m0 itself does not meet the criterion."""
+    """s_c(m; m0) for each m; empty when m0 itself does not meet the criterion.
+
+    What is met before training has no speedup.
+    """
     if base not in costs:
         return {}
-    return {m: costs[base] / cost for m, cost in costs.items()}
+    return {m: costs[base] / cost for m, cost in costs.items() if cost}
 
 
 def ideal_speedup(batch: int, base: int) -> float:
@@ -180,8 +199,8 @@ def stage_targets(
     """One target a stage of a run: 80 % of the way through what the stage gains.
 
     Stages end where the learning rate decays (``decays``, in epochs) and at the end.
-    The value before the first stage is the first one recorded. A stage that holds no
-    point, or gains nothing, has no target.
+    The value before the first stage is that of the initial weights, the curve's first
+    point. A stage that holds no point, or gains nothing, has no target.
     """
     values = curve.values(metric)
     if not values:
@@ -210,8 +229,8 @@ def value_at(
 ) -> float:
     """The value if training had been stopped at an epoch or a step.
 
-    The last point at or before it; a failure when there is none, or when the trial
-    diverged before.
+    Between two points linearly; a failure before the first point (of a curve without
+    one at update 0), or when the trial diverged before.
     """
     where = curve.epochs if epoch is not None else curve.steps
     limit = epoch if epoch is not None else step
@@ -220,8 +239,13 @@ def value_at(
     short = curve.diverged and (not where or where[-1] < limit)
     if index is None or short:
         return failure(metric)
-    value = curve.values(metric)[index]
-    return value if math.isfinite(value) else failure(metric)
+    first, *more = curve.values(metric)[index : index + 2]
+    if not math.isfinite(first):
+        return failure(metric)
+    if not more or not math.isfinite(more[0]):
+        return first
+    share = max(0.0, (limit - where[index]) / (where[index + 1] - where[index]))
+    return first + share * (more[0] - first)
 
 
 def good_share(values: Sequence[float], criterion: Criterion) -> float:

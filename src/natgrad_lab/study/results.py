@@ -91,7 +91,7 @@ class Results:
         """Epochs at which a trial's learning rate decayed."""
         curve, point = trial.curve, trial.point
         examples = 1
-        if curve.steps:
+        if any(curve.steps):
             examples = round(curve.steps[-1] * point.batch / curve.epochs[-1])
         return decay_epochs(self.spec, point.schedule, point.batch, examples)
 
@@ -112,7 +112,7 @@ class Results:
         """Median processor seconds an update, by batch size."""
         found = {}
         for m, group in by_batch(self.of(method)).items():
-            known = [each.curve.step_seconds for each in group if each.curve.steps]
+            known = [x.curve.step_seconds for x in group if any(x.curve.steps)]
             if known:
                 found[m] = quantile(known, 0.5)
         return found

@@ -198,7 +198,8 @@ class StudySpec:
     evaluate_every: float = 1.0
     """Epochs between two points of a curve."""
     evaluations: int | None = None
-    """Points of a whole curve, evenly spread, instead of evaluate_every."""
+    """Points of a whole curve, evenly spread, instead of evaluate_every. One before
+    training is added."""
     checkpoints: int = 10
     """Checkpoints a trial writes on its way: a killed trial repeats less than this
     share of itself."""

@@ -17,6 +17,8 @@ from natgrad_lab.train import run as runs
 from natgrad_lab.train.loop import Ending, Trainer
 from natgrad_lab.train.metrics import Record, read_metrics
 from natgrad_lab.train.processes import processes
+from natgrad_lab.train.progress import Bar
+from natgrad_lab.train.signals import StopRequest
 
 CHECKPOINT = re.compile(r"step-(\d{8})(?:\.\d+)?")
 """A whole checkpoint's name; those being written, or found damaged, have others."""
@@ -28,6 +30,25 @@ class Outcome:
     """How training ended: the curve, or None when it was interrupted."""
 
     curve: Curve | None
+
+
+class TrialTrainer(Trainer):
+    """A trainer that records where training starts too: a curve's point at update 0."""
+
+    def _steps(self, request: StopRequest, bar: Bar) -> Ending:
+        if not self.step and not self._evaluate(bar):
+            return Ending(reason="diverged", step=self.step)
+        try:
+            return super()._steps(request, bar)
+        except InverseError:
+            # damping too small for the curvature met: the method gave up, as with NaN
+            return Ending(reason="diverged", step=self.step)
+
+    def _one_step(self) -> None:
+        first = not self.step
+        super()._one_step()
+        if first:  # of the initial weights: it was computed before their update
+            self._write("start", loss=self._last.item())
 
 
 def train(planned: Planned, folder: Path, started: Started) -> Outcome:
@@ -90,12 +111,9 @@ def _run(planned: Planned, folder: Path, started: Started) -> Ending:
         )
     with processes() as world:
         run = _prepare(planned, folder)
-        trainer = Trainer(run, world, show=False)
+        trainer = TrialTrainer(run, world, show=False)
         try:
             return _train(trainer, run, started)
-        except InverseError:
-            # damping too small for the curvature met: the method gave up, as with NaN
-            return Ending(reason="diverged", step=trainer.step)
         finally:
             trainer.close()
 

@@ -144,7 +144,7 @@ class Pulse:
     def __init__(self, ledger: Ledger, claim: Claim) -> None:
         self._ledger, self._claim, self._every = ledger, claim, HEARTBEAT_SECONDS
         self._trainer: Trainer | None = None
-        self._shown = self._first = 0
+        self._shown, self._first = -1, 0
         self._stopped = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -38,9 +38,10 @@ def curve(
     steps: int = 10,
     seconds: float = 1.0,
     ending: Any = "done",
+    first: int = 1,
 ) -> Curve:
     """A point an epoch, ``steps`` updates and ``seconds`` apart."""
-    count = range(1, len(losses) + 1)
+    count = range(first, len(losses) + first)
     found = accuracies or [100 - 10 * each for each in losses]
     return Curve(
         steps=tuple(steps * i for i in count),
@@ -51,6 +52,11 @@ def curve(
         cpu_seconds=tuple(seconds * i for i in count),
         ending=ending,
     )
+
+
+def started(losses: Sequence[float], **more: Any) -> Curve:
+    """The same from update 0 on."""
+    return curve(losses, first=0, **more)
 
 
 def trial(method: str, batch: int, lr: float, made: Curve, **more: Any) -> Trial:

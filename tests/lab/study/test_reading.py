@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from tests.lab.study.made import curve, falling, trial
+from tests.lab.study.made import curve, falling, started, trial
 
 from natgrad_lab.study.curves import (
     Curve,
@@ -16,12 +16,14 @@ from natgrad_lab.study.reading import (
     Criterion,
     best_trial,
     compute_seconds,
+    cost_to,
     costs_to,
     examples,
     fewest,
     first_met,
     good_share,
     ideal_costs,
+    iterations,
     quantile,
     scales_until,
     score,
@@ -60,6 +62,9 @@ def test_k_is_the_least_over_all_configurations_in_each_cost() -> None:
     cheap = fewest([slow, never, quick], loss(1.0), compute_seconds)
     assert cheap is not None
     assert (cheap.cost, cheap.trial) == (3.0, slow)
+    halfway = fewest([slow, quick], loss(2.5))
+    assert halfway is not None
+    assert (halfway.cost, halfway.trial) == (12.5, quick)  # a quarter of 10 to 20
     wall = fewest([slow], loss(1.0), wall_seconds)
     assert wall is not None
     assert wall.cost == 6.0
@@ -78,6 +83,19 @@ def scaling(method: str, iterations: dict[int, int]) -> list:
         trial(method, m, 0.1, curve([3.0, 2.0, 1.0, 0.5], steps=k // 3))
         for m, k in iterations.items()
     ]
+
+
+def test_between_two_points_a_curve_is_a_straight_line() -> None:
+    made = trial("sgd", 64, 0.1, started([3.0, 1.0, 2.0, 0.5]))
+    assert cost_to(made, loss(1.5), iterations) == 7.5
+    assert cost_to(made, loss(1.0), iterations) == 10
+    assert cost_to(made, loss(0.8), iterations) == pytest.approx(20 + 10 * 1.2 / 1.5)
+    assert cost_to(made, loss(0.8), examples) == pytest.approx(64 * 28)
+    assert cost_to(made, accuracy(75.0), iterations) == pytest.approx(2.5)
+    assert cost_to(made, loss(3.0), iterations) == 0
+    unknown = trial("sgd", 64, 0.1, curve([math.nan, 1.0]))
+    assert cost_to(unknown, loss(2.0), iterations) == 20
+    assert speedups({64: 10.0, 128: 0.0}, 64) == {64: 1.0}
 
 
 def test_speedups_and_where_scaling_ends() -> None:
@@ -143,10 +161,17 @@ def test_a_stage_without_gain_or_points_has_no_target() -> None:
 def test_stopping_early_is_simulated() -> None:
     made = curve([4.0, 3.0, 2.0], steps=10)
     assert value_at(made, "loss", epoch=2.0) == 3.0
-    assert value_at(made, "loss", epoch=2.9) == 3.0
+    assert value_at(made, "loss", epoch=2.9) == pytest.approx(2.1)
     assert value_at(made, "loss", step=30) == 2.0
     assert value_at(made, "accuracy", step=9) == 0.0
     assert value_at(made, "loss", step=9) == math.inf
+    whole = started([4.0, 3.0, 2.0])
+    assert value_at(whole, "loss", step=0) == 4.0
+    assert value_at(whole, "loss", step=5) == 3.5
+    assert value_at(whole, "accuracy", step=1) == pytest.approx(61.0)
+    assert value_at(started([math.nan, 3.0]), "loss", step=1) == math.inf
+    lost = started([4.0], ending="diverged")  # before its first evaluation
+    assert value_at(lost, "accuracy", step=1) == 0.0
     broken = curve([4.0, 3.0], ending="diverged")
     assert value_at(broken, "loss", epoch=1.0) == 4.0
     assert value_at(broken, "loss", epoch=3.0) == math.inf
@@ -181,6 +206,8 @@ def test_the_cost_of_an_update_is_a_line_without_negative_parts() -> None:
 def test_a_curve_from_records() -> None:
     spent = {"seconds": 1.0, "cpu_seconds": 2.0}
     records = [
+        {"kind": "test", "step": 0, "epoch": 0.0, "loss": 9, "accuracy": 10.0, **spent},
+        {"kind": "start", "step": 1, "loss": 7.0},
         {"kind": "train", "step": 2, "loss": 4.0},
         {"kind": "train", "step": 3, "loss": 1.0},
         {"kind": "test", "step": 3, "epoch": 1.0, "loss": 9, "accuracy": 50.0, **spent},
@@ -190,9 +217,13 @@ def test_a_curve_from_records() -> None:
         {"kind": "end", "step": 5, "reason": "done"},
     ]
     made = from_records(records, "done")
-    assert made.steps == (3, 4, 5)
-    assert made.losses == pytest.approx((3.0, 3.0, 2.0))  # (2 x 4 + 1 x 1) / 3
-    assert made.accuracies == (50.0, 55.0, 60.0)
+    assert made.steps == (0, 3, 4, 5)
+    assert made.losses == pytest.approx((7.0, 3.0, 3.0, 2.0))  # (2 x 4 + 1 x 1) / 3
+    assert made.accuracies == (10.0, 50.0, 55.0, 60.0)
+    first = from_records(records[:1], "diverged")
+    assert first.steps == (0,)
+    assert math.isnan(first.losses[0])
+    assert math.isnan(first.step_seconds)
     assert made.step_seconds == pytest.approx(2 / 5)
     assert from_plain(to_plain(made)) == made
     assert math.isnan(from_plain(to_plain(curve([math.inf]))).losses[0])
@@ -205,6 +236,8 @@ def test_repeats_are_averaged_and_one_failure_fails_them() -> None:
     failed = mean_curve([curve([4.0, 2.0]), curve([2.0], ending="diverged")])
     assert failed.diverged
     assert failed.losses == (3.0,)
+    mixed = mean_curve([started([8.0, 4.0, 2.0]), curve([2.0, 1.0])])
+    assert (mixed.steps, mixed.losses) == ((10, 20), (3.0, 1.5))
 
 
 def test_made_up_falls_are_what_they_say() -> None:

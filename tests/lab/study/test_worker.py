@@ -1,6 +1,7 @@
 """Whole trials on digits: divergence, interruption, kill -9, full disks."""
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -15,14 +16,17 @@ from benchmarks.study_kills import differences, run_study
 from optuna.trial import TrialState
 from tests.lab.study.made import one, tiny
 
+from natgrad.math.inverse import InverseError
 from natgrad_lab.cli import main
 from natgrad_lab.errors import UserError
 from natgrad_lab.study import worker as workers
+from natgrad_lab.study.curves import from_plain
 from natgrad_lab.study.ledger import Claim, Ledger
 from natgrad_lab.study.points import make_plan
+from natgrad_lab.study.reading import value_at
 from natgrad_lab.study.spec import Budget, Method
 from natgrad_lab.study.storage import Storage, StorageError
-from natgrad_lab.study.trial import latest_step, train
+from natgrad_lab.study.trial import TrialTrainer, latest_step, train
 from natgrad_lab.study.worker import run_claim, work
 
 
@@ -48,7 +52,17 @@ def test_a_study_ends_with_failures_counted(trained: tuple[Ledger, Path]) -> Non
         assert not (folder / row.user_attrs["key"] / "checkpoints").exists()
     ended = [each for each in rows if each.params["lr"] > 1]
     assert len(ended) == 2
-    assert max(len(each.user_attrs["curve"]["steps"]) for each in ended) < 2
+    assert max(len(each.user_attrs["curve"]["steps"]) for each in ended) <= 2
+
+
+def test_curves_begin_before_training(trained: tuple[Ledger, Path]) -> None:
+    ledger, _ = trained
+    for row in ledger.trials():
+        curve = from_plain(row.user_attrs["curve"])
+        assert (curve.steps[0], curve.epochs[0], curve.cpu_seconds[0]) == (0, 0, 0)
+        assert curve.accuracies[0] < 30  # ten classes, nothing learned
+        assert curve.losses[0] == pytest.approx(math.log(10), rel=0.2)
+        assert value_at(curve, "loss", step=0) == curve.losses[0]
 
 
 def test_an_interrupted_trial_goes_on_from_its_checkpoint(
@@ -91,6 +105,24 @@ def test_workers_may_be_killed_at_any_moment(
     assert hit.rows == len(hit.curves) == 6
     assert differences(calm, hit.curves) == []
     assert hit.from_start == 0
+
+
+def test_curvature_that_has_no_inverse_is_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, _ = plan_in(tmp_path, batches=(64,), methods=SGD)
+    real = TrialTrainer._one_step
+
+    def fail(self: TrialTrainer) -> None:
+        if self.step == 30:
+            raise InverseError("no inverse")
+        real(self)
+
+    monkeypatch.setattr(TrialTrainer, "_one_step", fail)
+    assert work(ledger, tmp_path, say=lambda line: None).diverged == 1
+    (row,) = ledger.trials()
+    assert row.state == TrialState.FAIL
+    assert row.user_attrs["curve"]["steps"] == [0, 23]
 
 
 def test_a_damaged_checkpoint_starts_the_trial_anew(tmp_path: Path) -> None:
