@@ -268,13 +268,13 @@ class Account:
         return {"books": asdict(self.books), "costs": costs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with saved books."""
-        self.books = Books(**state["books"])
-        known = {n: Cost(**c) for n, c in state["costs"].items() if n in self.costs}
-        self.costs |= known
+        """Go on with saved books, which `checking.require_state` has looked at."""
+        books, costs = Books(**state["books"]), state["costs"]
+        known = {name: Cost(**costs[name]) for name in self.costs if name in costs}
+        self.books, self.costs = books, self.costs | known
         self._local = _Local()
-        if self.books.plain:
-            self._local.plain.append(self.books.plain)
+        if books.plain:
+            self._local.plain.append(books.plain)
 
 
 def _smooth(old: float, new: float) -> float:

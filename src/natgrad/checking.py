@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
+from natgrad.budget import Books, Cost
 from natgrad.gathering import inverse_shapes, parts_kept
 from natgrad.refresh import Timing
 from natgrad.state import VERSION, require, require_part
@@ -25,8 +26,10 @@ _ENTRY = ("average", "inverse", "history", "mean_eigenvalue", "estimated", "fail
 
 def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
     """Raise a ValueError that names the first thing that is not as it must be."""
+    _require_ours(state)
+    # before the keys, which other versions have others of
+    require("version", state["version"], VERSION)
     _require_keys("state", state, ("step", "statistics", "calls", "moments"))
-    require("version", state.get("version"), VERSION)
     require("damping_style", state.get("damping_style"), engine.config.damping_style)
     require("form", state.get("form"), engine.config.form)
     saved = state.get("part")
@@ -34,6 +37,7 @@ def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
         _refuse("part", saved, "None, or a rank, the number of ranks and a plan")
     require_part(saved, part)
     _require_count("step", state["step"])
+    _require_count("skipped_steps", state.get("skipped_steps", 0))
     for name, count in _dict("calls", state["calls"]).items():
         _require_count(f"calls[{name!r}]", count)
     for name, entry in _dict("moments", state["moments"]).items():
@@ -42,6 +46,15 @@ def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
         if name in engine.statistics.states:
             _require_statistic(engine, name, entry)
     _require_budget(state.get("budget"))
+
+
+def _require_ours(state: Any) -> None:
+    legal = "what state_dict() of a natgrad optimizer returned"
+    if not isinstance(state, Mapping):
+        _refuse("state", state, legal)
+    if "version" not in state:
+        found = ", ".join(map(repr, [*state][:3])) or "nothing"
+        _refuse("state", f"a dict of {found}...", f"{legal}, which has a version")
 
 
 def _require_statistic(engine: "Engine", name: str, entry: Any) -> None:
@@ -72,11 +85,8 @@ def _require_statistic(engine: "Engine", name: str, entry: Any) -> None:
 
 
 def _require_timing(where: str, timing: Any) -> None:
-    names = tuple(f.name for f in fields(Timing))
-    _require_keys(where, timing, names)
-    if set(timing) != set(names):
-        _refuse(where, sorted(timing), f"just {names}")
-    for name in names:
+    _require_fields(where, timing, Timing)
+    for name in timing:
         # -1 is a step that has not been
         least = -1 if name.endswith("_at") else int(name in _AT_LEAST_ONE)
         _require_count(f"{where}.{name}", timing[name], least)
@@ -86,18 +96,27 @@ def _require_moment(where: str, entry: Any) -> None:
     _require_keys(where, entry, ("square", "steps"))
     _require_count(f"{where}.steps", entry["steps"])
     square = entry["square"]
-    if not isinstance(square, Tensor) or not bool(square.isfinite().all()):
-        _refuse(f"{where}.square", square, "a finite tensor")
+    ok = isinstance(square, Tensor) and square.is_floating_point()
+    if not ok or not bool((square.isfinite() & (square >= 0)).all()):
+        _refuse(f"{where}.square", square, "a finite tensor >= 0")
 
 
 def _require_budget(budget: Any) -> None:
     if budget is None:
         return
     _require_keys("budget", budget, ("books", "costs"))
-    books = {"books": budget["books"], **_dict("budget.costs", budget["costs"])}
-    for name, entry in books.items():
-        for key, value in _dict(f"budget.{name}", entry).items():
-            _require_number(f"budget.{name}.{key}", value, least=-math.inf)
+    _require_numbers("budget.books", budget["books"], Books)
+    _require_count("budget.books.windows", budget["books"]["windows"])
+    for name, entry in _dict("budget.costs", budget["costs"]).items():
+        _require_numbers(f"budget.costs[{name!r}]", entry, Cost)
+
+
+def _require_numbers(where: str, entry: Any, kind: type[Books] | type[Cost]) -> None:
+    """Just the fields of a dataclass of seconds, of which only a credit may be < 0."""
+    _require_fields(where, entry, kind)
+    for name, value in entry.items():
+        least = -math.inf if name == "credit" else 0.0
+        _require_number(f"{where}.{name}", value, least)
 
 
 def _require_tensors(where: str, found: Any, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -113,6 +132,13 @@ def _require_keys(where: str, entry: Any, names: Sequence[str]) -> None:
     missing = sorted(set(names) - set(_dict(where, entry)))
     if missing:
         _refuse(where, f"without {', '.join(missing)}", "complete")
+
+
+def _require_fields(where: str, entry: Any, kind: Any) -> None:
+    names = tuple(f.name for f in fields(kind))
+    _require_keys(where, entry, names)
+    if set(entry) != set(names):
+        _refuse(where, sorted(entry), f"just {names}")
 
 
 def _dict(where: str, entry: Any) -> Mapping[str, Any]:

@@ -340,7 +340,8 @@ class Engine:
         account = self.statistics.account
         budget = None if account is None else account.state_dict()
         calls = dict(self._sums.expected)
-        return saved | {"part": part, "calls": calls, "budget": budget}
+        saved |= {"part": part, "calls": calls, "budget": budget}
+        return saved | {"skipped_steps": self.skipped_steps}
 
     def _part(self) -> list[Any]:
         """Whose part of the state this rank has: another plan gives it other blocks."""
@@ -354,6 +355,8 @@ class Engine:
         self.statistics.step = saved_state.load(states, state, self.like, style)
         self.moments.states = moments
         self._sums.expected = dict(state["calls"])
+        # older states do not say
+        self.skipped_steps = int(state.get("skipped_steps", 0))
         if self.statistics.account is not None and state.get("budget"):
             self.statistics.account.load_state_dict(state["budget"])
         self._release()

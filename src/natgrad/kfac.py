@@ -13,7 +13,7 @@ from natgrad.comm import CommOptions
 from natgrad.config import Curvature, require_number
 from natgrad.engine import Engine
 from natgrad.hooks import as_written
-from natgrad.optimizer_state import travel_with
+from natgrad.optimizer_state import require_free, travel_with, warn_shared
 from natgrad.parameter_state import only_initialises
 from natgrad.plan import Strategy
 from natgrad.refresh import Every, Refresh
@@ -120,6 +120,7 @@ class KFAC(Inspectable):
     ) -> None:
         if lr is not None:
             require_number("lr", lr, "a number > 0", above=0.0)
+        require_free(optimizer)
         self.lr, self.optimizer = lr, optimizer
         curvature = Curvature(
             statistics=statistics,
@@ -160,6 +161,7 @@ class KFAC(Inspectable):
         )
         if self.engine.own_gradients:
             self.engine.capture.on_forward = self.engine.look_for_ddp
+        warn_shared(self.engine)
         self._handles: list[Any] = []
         if optimizer is not None:
             # also inside a compiled optimizer.step

@@ -1,9 +1,12 @@
 """Let a preconditioner's state travel inside an optimizer's ``state_dict``."""
 
-from collections.abc import Iterator
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -12,9 +15,49 @@ from natgrad.parameter_state import KEY, collect, spread, torch_asks
 if TYPE_CHECKING:
     from natgrad.engine import Engine
 
+Check = Callable[[Mapping[str, Any]], None]
+_PASSENGERS: WeakKeyDictionary[Optimizer, "ref[Engine]"] = WeakKeyDictionary()
+_WATCHED: WeakKeyDictionary[nn.Module, "ref[Engine]"] = WeakKeyDictionary()
 
-def travel_with(optimizer: Optimizer, engine: "Engine") -> list[RemovableHandle]:
+
+def require_free(optimizer: Optimizer | None) -> None:
+    """Raise if an optimizer has a passenger: a second would overwrite its state."""
+    if optimizer is not None and _open(_PASSENGERS.get(optimizer)):
+        raise ValueError(
+            f"Invalid optimizer: this {type(optimizer).__name__} already carries a "
+            "natgrad preconditioner. Must be one without: close() the other first."
+        )
+
+
+def warn_shared(engine: "Engine") -> None:
+    """Say so if a layer is watched by another one as well, which was not closed.
+
+    No error: nobody can close one that was dropped, and its hooks are on the model.
+    """
+    blocks = [block for block in engine.blocks if block.kind is not None]
+    modules = {module: block.name for block in blocks for module in block.modules}
+    shared = sorted({n for m, n in modules.items() if _open(_WATCHED.get(m))})
+    _WATCHED.update(dict.fromkeys(modules, ref(engine)))
+    if shared:
+        warnings.warn(
+            f"Layers {', '.join(shared)} are watched by another natgrad optimizer too: "
+            "both estimate their statistics. close() the one that is not used.",
+            stacklevel=3,
+        )
+
+
+def _open(engine: "ref[Engine] | None") -> bool:
+    found = None if engine is None else engine()
+    return found is not None and not found.closed
+
+
+def travel_with(
+    optimizer: Optimizer, engine: "Engine", check: Check | None = None
+) -> list[RemovableHandle]:
     """Add the engine's state under a key of its own, and take it out on loading.
+
+    ``check`` raises if the optimizer's own part of a state is not as it must be; it is
+    called before anything is loaded.
 
     A key beside ``state`` and ``param_groups`` is never cast to the parameters' dtype.
     `get_optimizer_state_dict` gets it under the parameters instead, where it is taken
@@ -28,6 +71,8 @@ def travel_with(optimizer: Optimizer, engine: "Engine") -> list[RemovableHandle]
 
     def load(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         _require_groups(optimizer, state)
+        if check is not None:
+            check(state)
         filed = [entry[KEY] for entry in state["state"].values() if KEY in entry]
         if KEY not in state and not filed:
             raise ValueError(
@@ -38,6 +83,7 @@ def travel_with(optimizer: Optimizer, engine: "Engine") -> list[RemovableHandle]
         own = {name: part for name, part in state.items() if name != KEY}
         return {**own, "state": _without(state["state"])}
 
+    _PASSENGERS[optimizer] = ref(engine)
     return [
         optimizer.register_state_dict_post_hook(save),
         optimizer.register_load_state_dict_pre_hook(load),
@@ -72,8 +118,9 @@ def _without(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     return {number: entry for number, entry in own.items() if entry}
 
 
-def _require_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """What torch checks too, but only after the passenger was loaded."""
+def _require_groups(optimizer: Optimizer, state: Any) -> None:
+    """What torch checks too, if at all, but only after the passenger was loaded."""
+    _require_form(state)
     saved = [len(group["params"]) for group in state["param_groups"]]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if saved != own:
@@ -81,3 +128,73 @@ def _require_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
             f"The saved optimizer state has parameter groups of {saved} parameters. "
             f"Must be {own}."
         )
+    for group, known in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        if "lr" in known:
+            require_setting(group, "lr", math.inf)
+
+
+def _require_form(state: Any) -> None:
+    """Raise unless it looks like what any torch optimizer saves."""
+    if not _has_form(state):
+        found = type(state).__name__
+        if isinstance(state, Mapping):
+            found = f"dict of {', '.join(map(repr, [*state][:3])) or 'nothing'}"
+        raise ValueError(
+            f"Invalid optimizer state, a {found}. Must be what state_dict() of an "
+            "optimizer returned: a dict with 'state', by parameter, and 'param_groups'."
+        )
+
+
+def _has_form(state: Any) -> bool:
+    if not isinstance(state, Mapping):
+        return False
+    entries: Any = state.get("state")
+    groups: Any = state.get("param_groups")
+    if not (isinstance(entries, Mapping) and isinstance(groups, list)):
+        return False
+    filed = all(isinstance(entry, Mapping) for entry in entries.values())
+    return filed and all(_is_group(group) for group in groups)
+
+
+def _is_group(group: Any) -> bool:
+    params = group.get("params") if isinstance(group, Mapping) else None
+    if not isinstance(params, list):
+        return False
+    named = all(isinstance(number, int | str) for number in params)
+    return named and len(set(params)) == len(params)
+
+
+def require_setting(group: Mapping[str, Any], name: str, below: float) -> None:
+    """Raise unless a saved parameter group has a number in [0, below) of this name."""
+    value: Any = group.get(name)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 <= value < below):
+        raise ValueError(
+            f"Invalid {name}={value!r} in a saved parameter group. Must be a number "
+            f"in [0, {below:g})."
+        )
+
+
+def require_momentum(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise unless the groups and the momentum that `SPNGD` saved can be gone on with.
+
+    A rank has the momentum only of what it works on.
+    """
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    for own, saved in pairs:
+        require_setting(saved, "momentum", 1.0)
+        require_setting(saved, "weight_decay", math.inf)
+        for number, p in zip(saved["params"], own["params"], strict=True):
+            velocity = state["state"].get(number, {}).get("velocity")
+            if velocity is not None and not _fits(velocity, p):
+                raise ValueError(
+                    f"Invalid velocity of parameter {number} in the saved optimizer "
+                    f"state. Must be a finite tensor of shape {tuple(p.shape)}."
+                )
+
+
+def _fits(x: Any, p: Tensor) -> bool:
+    good = isinstance(x, Tensor) and x.is_floating_point() and x.shape == p.shape
+    return good and bool(x.isfinite().all())

@@ -1,6 +1,7 @@
 """SPNGD: scalable and practical natural gradient descent, a complete optimizer."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.precondition import rescale_factor
 from natgrad.math.statistics import widen
-from natgrad.optimizer_state import travel_with
+from natgrad.optimizer_state import require_momentum, travel_with, warn_shared
 from natgrad.parameter_state import only_initialises
 from natgrad.plan import Strategy
 from natgrad.refresh import Adaptive, Refresh
@@ -146,7 +147,9 @@ class SPNGD(Inspectable, Optimizer):
             {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
         )
         self._group_of()  # raises if a block is in no group
-        self._handles = travel_with(self, self.engine)
+        warn_shared(self.engine)
+        check = partial(require_momentum, self)
+        self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
 
     @torch.no_grad()
