@@ -1,8 +1,6 @@
 """What diagnostics say against dense matrices, on one rank and two."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,41 +150,6 @@ def test_seconds_are_shared_out() -> None:
     assert 0 < total < record["seconds"]["all"]
     shares = [block["bytes_share"] for block in record["blocks"].values()]
     assert sum(shares) == pytest.approx(1.0)
-
-
-# -- sinks --------------------------------------------------------------------------
-
-
-class Writer:
-    """Stands in for a SummaryWriter."""
-
-    def __init__(self) -> None:
-        self.seen: dict[tuple[str, int], float] = {}
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        self.seen[tag, global_step] = scalar_value
-
-
-def test_sinks(tmp_path: Path) -> None:
-    model, writer = mlp(), Writer()
-    optimizer, kfac = sgd(model)
-    jsonl = natgrad.sinks.JsonlSink(tmp_path / "looks.jsonl")
-    board = natgrad.sinks.TensorBoardSink(writer)
-
-    def both(record: dict[str, Any]) -> None:
-        jsonl(record)
-        board(record)
-
-    kfac.watch(every=2, sink=both)
-    run(model, optimizer, range(5))
-    jsonl.close()
-    lines = (tmp_path / "looks.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert [record["step"] for record in records] == [0, 2, 4]
-    assert records[-1] == kfac.diagnostics()
-    angle = kfac.diagnostics()["blocks"]["0"]["angle"]
-    assert writer.seen["diagnostics/angle/0", 4] == angle
-    assert ("diagnostics/motion/0", 0) not in writer.seen
 
 
 # -- several ranks ------------------------------------------------------------------

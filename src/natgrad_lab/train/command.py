@@ -11,7 +11,7 @@ import tyro
 from natgrad_lab.errors import UserError
 from natgrad_lab.recipes import find
 from natgrad_lab.report.curves import draw
-from natgrad_lab.report.summary import summarise
+from natgrad_lab.report.summary import Summary, summarise
 from natgrad_lab.report.table import run_table, show
 from natgrad_lab.train import run as runs
 from natgrad_lab.train.config import TrainConfig
@@ -93,7 +93,7 @@ def finish(run: runs.Run, ending: Ending, world: World) -> int:
     if world.main:
         summary = summarise(run.folder)
         show(run_table([summary]))
-        draw([summary], run.folder / "curves.png")
+        _draw(summary, run.folder / "curves.png")
         print(f"run folder: {run.folder}")
         if ending.reason == "interrupted":
             print(f"continue with: natgrad train --resume {run.folder}")
@@ -102,6 +102,14 @@ def finish(run: runs.Run, ending: Ending, world: World) -> int:
         elif ending.reason == "diverged":
             print(DIVERGED)
     return STATUS[ending.reason]
+
+
+def _draw(summary: Summary, path: Path) -> None:
+    """A figure is no reason to end with an error: `natgrad compare` draws it later."""
+    try:
+        draw([summary], path)
+    except OSError as error:
+        print(f"{path} could not be drawn ({error.strerror})", file=sys.stderr)
 
 
 def _resume(folder: Path) -> int:

@@ -1,12 +1,11 @@
 """Append-only records of a run, and the clock that fills them."""
 
 import json
-import os
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,60 +23,80 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool = False) -> None:
-        self._path = folder / "metrics.jsonl"
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        self._file = os.open(self._path, flags, 0o644)
-        # a crash may have cut the last line short: the next must not join it
-        self._kept = b"" if _ends_a_line(self._path) else b"\n"
-        self._warned = False
-        self._events = _event_writer(folder) if tensorboard else None
+        self._records = JsonlSink(folder / "metrics.jsonl")
+        self._events = _Events(folder / "tensorboard") if tensorboard else None
         self._folder = folder
-        self._sinks: list[Any] = []
+        self._looks: JsonlSink | None = None
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append a record at once, so that a crash loses at most one line."""
-        record = {"kind": kind, "step": step, **values}
-        self._kept += json.dumps(record, allow_nan=True).encode() + b"\n"
-        self._flush()
+        self._records({"kind": kind, "step": step, **values})
         if self._events is not None:
             for name, value in _scalars(values):
                 self._events.add_scalar(f"{kind}/{name}", value, step)
 
     def look(self, record: Record) -> None:
         """Append a record of `watch` to a file of its own, and to TensorBoard."""
-        if not self._sinks:
-            self._sinks = [JsonlSink(self._folder / LOOKS)]
-            if self._events is not None:
-                self._sinks.append(TensorBoardSink(self._events))
-        for sink in self._sinks:
-            sink(record)
-
-    def _flush(self) -> None:
-        try:
-            while self._kept:
-                self._kept = self._kept[os.write(self._file, self._kept) :]
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{self._path} cannot be written ({error.strerror}): records are "
-                    "kept until it can.",
-                    stacklevel=3,
-                )
+        if self._looks is None:
+            self._looks = JsonlSink(self._folder / LOOKS)
+        self._looks(record)
+        if self._events is not None:
+            TensorBoardSink(self._events)(record)
 
     def close(self) -> None:
         """Close the files."""
-        self._flush()
-        os.close(self._file)
-        for sink in self._sinks[:1]:
-            sink.close()
-        if self._events is not None:
-            self._events.close()
+        for each in (self._records, self._looks, self._events):
+            if each is not None:
+                each.close()
 
 
-def _ends_a_line(path: Path) -> bool:
-    content = path.read_bytes()
-    return not content or content.endswith(b"\n")
+class _Events:
+    """TensorBoard's writer. One that has failed is replaced a minute later.
+
+    A failed one takes nothing any more; what it had not written is only in the other
+    files.
+    """
+
+    PAUSE = 60.0
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+        self._resumes = 0.0
+        self._warned = False
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """As `SummaryWriter` does it; never raises because of the disk."""
+        if time.monotonic() < self._resumes:
+            return
+        try:
+            if self._writer is None:
+                self._writer = _event_writer(self._folder)
+            self._writer.add_scalar(tag, scalar_value, global_step)
+        except OSError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Write what is queued, if that is possible."""
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:
+            self._warn(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._warn(error)
+        self._resumes = time.monotonic() + self.PAUSE
+        with suppress(OSError):
+            if self._writer is not None:
+                self._writer.close()
+        self._writer = None
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            text = f"TensorBoard events cannot be written ({error.strerror}): some "
+            warnings.warn(text + "will be missing.", stacklevel=4)
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -137,7 +156,7 @@ def waiting_share(phases: dict[str, float]) -> float:
 def _event_writer(folder: Path) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder / "tensorboard"))
+    return SummaryWriter(str(folder))
 
 
 def _scalars(values: Record) -> Iterator[tuple[str, float]]:
