@@ -13,7 +13,8 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from natgrad.layers.norm import BatchNorm
+from natgrad.layers.kind import Observed
+from natgrad.layers.norm import SyncBatchNorm
 
 GLOBAL_BATCH = 12
 
@@ -35,13 +36,14 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
         return xhat * self.weight.reshape(shape) + self.bias.reshape(shape)
 
 
-class GlobalBatchNorm(BatchNorm):
+class GlobalBatchNorm(SyncBatchNorm):
     """The block kind of `GlobalBatchNorm2d`: its own statistics, not the rank's."""
 
     name = "global_batch_norm"
 
-    def batch_statistics(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        return module.moments
+    def observe(self, module: Any, x: Tensor, y: Tensor, want: Any) -> Observed:
+        mean, variance = module.moments
+        return Observed(kept=(x, mean, torch.rsqrt(variance + module.eps)))
 
 
 natgrad.register_layer(GlobalBatchNorm2d, GlobalBatchNorm)
