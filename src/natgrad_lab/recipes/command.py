@@ -1,4 +1,4 @@
-"""`natgrad recipes`: the list, with what their sources report."""
+"""`natgrad recipes`: the list, with what their sources report and what we measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from natgrad_lab.report.table import show
 
 @dataclass(frozen=True, kw_only=True)
 class Recipes:
-    """List the training recipes and their published results."""
+    """List the training recipes, their published results and those measured here."""
 
     contains: Annotated[str, tyro.conf.Positional] = ""
     """Only those whose name contains this."""
@@ -33,13 +33,15 @@ def main(arguments: Sequence[str]) -> int:
 def recipe_table(recipes: Sequence[Recipe]) -> Table:
     """A row a recipe."""
     table = Table()
-    for title in ("recipe", "model", "data", "method", "batch", "epochs"):
+    table.add_column("recipe", no_wrap=True)
+    for title in ("model", "data", "method", "batch", "epochs"):
         table.add_column(title, overflow="fold")
-    for title in ("published", "source"):
+    for title in ("published", "measured", "source"):
         table.add_column(title, overflow="fold")
     for each in recipes:
         config = each.config
         what = (config.model.name, config.data.name, config.optimizer.label)
         size = (str(config.batch), f"{config.epochs:g}")
-        table.add_row(each.name, *what, *size, each.published, each.source)
+        results = (each.published, each.measured or "")
+        table.add_row(each.name, *what, *size, *results, each.source)
     return table

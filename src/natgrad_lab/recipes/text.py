@@ -1,6 +1,7 @@
 """A small GPT on characters (Python's own standard library): minutes on two cores.
 
-Ours: every method of the comparison with the same budget and schedule.
+Ours: every method of the comparison with the same budget and schedule. For other text,
+name its folder with --data.folder. Not run here with these settings.
 """
 
 from natgrad_lab.recipes.recipe import Recipe
