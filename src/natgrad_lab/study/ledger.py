@@ -183,7 +183,7 @@ class Ledger:
         """
         best = max(curve.accuracies, default=None)
         facts = {"curve": to_plain(curve), "ending": curve.ending, "wall": wall}
-        facts["steps"] = curve.steps[-1] if curve.steps else 0
+        facts |= {"steps": max(curve.steps, default=0), "data": claim.planned.data}
         state, values = TrialState.COMPLETE, None if best is None else [best]
         if curve.diverged:
             state, values = TrialState.FAIL, None

@@ -192,11 +192,12 @@ def make_key(config: TrainConfig) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A point with its settings and key."""
+    """A point with its settings and key, and what the data here really are."""
 
     key: str
     point: Point
     config: TrainConfig
+    data: str
 
 
 def make_plan(spec: StudySpec) -> dict[str, Planned]:
@@ -216,7 +217,8 @@ def make_plan(spec: StudySpec) -> dict[str, Planned]:
         made = make_config(spec, point, examples)
         made.accumulation(1)
         key = make_key(made)
-        plan.setdefault(key, Planned(key=key, point=point, config=made))
+        planned = Planned(key=key, point=point, config=made, data=dataset.note)
+        plan.setdefault(key, planned)
     return plan
 
 

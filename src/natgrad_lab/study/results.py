@@ -25,7 +25,8 @@ METRICS: tuple[Metric, ...] = ("loss", "accuracy")
 class Results:
     """Finished trials of a study; with repeats, one mean trial a configuration.
 
-    ``attempts`` and ``keys`` go with ``single``, the trials before averaging.
+    ``keys``, ``attempts`` and ``notes`` (what the data really were) go with ``single``,
+    the trials before averaging.
     """
 
     spec: StudySpec
@@ -33,6 +34,7 @@ class Results:
     single: tuple[Trial, ...] = ()
     keys: tuple[str, ...] = ()
     attempts: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
     unfinished: int = 0
 
     @property
@@ -40,6 +42,11 @@ class Results:
         """Methods that have a finished trial, in the specification's order."""
         found = {trial.method for trial in self.trials}
         return [name for name in self.spec.methods if name in found]
+
+    @property
+    def data(self) -> str:
+        """What the data really were: CIFAR-10 (JPEG)."""
+        return ", ".join(sorted({*self.notes} - {""})) or "data that were not noted"
 
     @property
     def batches(self) -> list[int]:
@@ -149,6 +156,7 @@ def read_results(ledger: Ledger) -> Results:
         single=single,
         keys=tuple(each.user_attrs["key"] for each in ended),
         attempts=tuple(each.user_attrs.get("attempts", 1) for each in ended),
+        notes=tuple(each.user_attrs.get("data", "") for each in ended),
         unfinished=len(rows) - len(ended),
     )
 

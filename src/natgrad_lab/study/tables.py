@@ -54,11 +54,11 @@ def _where(trial: Trial) -> Row:
 def trial_table(results: Results) -> list[Row]:
     """A row a trial, repeats apart."""
     rows = []
-    facts = zip(results.single, results.keys, results.attempts, strict=True)
-    for trial, key, attempts in facts:
+    columns = (results.single, results.keys, results.attempts, results.notes)
+    for trial, key, attempts, data in zip(*columns, strict=True):
         curve = trial.curve
         row: Row = {"key": key, **_where(trial), "seed": trial.point.seed}
-        row |= {"ending": curve.ending, "attempts": attempts}
+        row |= {"data": data or None, "ending": curve.ending, "attempts": attempts}
         row["best_accuracy"] = max(curve.accuracies, default=None)
         row["least_loss"] = min(filter(math.isfinite, curve.losses), default=None)
         row["steps"] = curve.steps[-1] if curve.steps else 0
@@ -91,7 +91,7 @@ def best_table(results: Results) -> list[Row]:
             group = results.of(method, batch)
             for metric in METRICS if group else ():
                 best = best_trial(group, metric)
-                row: Row = {"by": metric, **_where(best)}
+                row: Row = {"by": metric, **_where(best), "data": results.data}
                 row["accuracy"] = score(best.curve, "accuracy")
                 row["loss"] = finite(score(best.curve, "loss"))
                 row["steps"] = best.curve.steps[-1] if best.curve.steps else 0

@@ -38,10 +38,11 @@ def _scope(results: Results) -> str:
     rest = f", {results.unfinished} not finished yet" if results.unfinished else ""
     diverged = sum(each.curve.diverged for each in results.single)
     sizes = ", ".join(f"{m:,}" for m in results.batches)
+    what = f"{done} trials of {spec.recipe} on {results.data}"
     return (
-        f"{done} trials of {spec.recipe} have ended{rest}; {diverged} of them diverged "
-        f"and count as failures. Batch sizes: {sizes}. Speedups are in iterations, "
-        f"against batch {results.base:,}."
+        f"{what} have ended{rest}; {diverged} of them diverged and count as failures. "
+        f"Batch sizes: {sizes}. Speedups are in iterations, against batch "
+        f"{results.base:,}."
     )
 
 

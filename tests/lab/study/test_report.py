@@ -65,6 +65,7 @@ def results() -> Results:
         single=found,
         keys=tuple(f"key{i}" for i in range(len(found))),
         attempts=(1,) * len(found),
+        notes=("made-up data",) * len(found),
     )
 
 
@@ -200,7 +201,11 @@ def test_a_report_of_a_real_study(
     # all of them are drawn above; drawing is what takes time
     monkeypatch.setattr("natgrad_lab.study.report.charts", lambda x: charts(x)[1:3])
     said = write_report(ledger, tmp_path)
-    assert "6 trials of digits-sgd have ended; 2 of them diverged" in said
+    assert (
+        "6 trials of digits-sgd on digits (scikit-learn) have ended; 2 of them diverged"
+        in said
+    )
+    assert "digits (scikit-learn)" in (tmp_path / "tables" / "trials.csv").read_text()
     found = read_results(ledger)
     assert found.methods == ["sgd", "kfac"]
     assert all(each.curve.cpu_seconds for each in found.of("kfac"))
