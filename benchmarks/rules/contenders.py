@@ -59,15 +59,23 @@ CONTENDERS: dict[str, Contender] = {
     "lars": Contender(method="lars", tuned={**TRUSTED, **MOMENTUM}),
     "adamw": Contender(method="adamw", tuned={LR: (1e-3, 6e-2), **MOMENTUM}),
     "muon": Contender(
-        method="muon", tuned={LR: (0.01, 0.5), "optimizer.rest-lr": (0.02, 1.0)}
+        method="muon",
+        tuned={LR: (0.01, 0.5), "optimizer.rest-lr": (0.02, 1.0)},
+        fixed={"optimizer.momentum": "0.95"},  # as published
     ),
     "muon+trust": Contender(method="muon_trust", tuned={**TRUSTED, **MOMENTUM}),
     "soap": Contender(method="soap", tuned={LR: (2e-3, 6e-2), **MOMENTUM}),
     "soap+trust": Contender(method="soap_trust", tuned={**TRUSTED, **MOMENTUM}),
-    "shampoo": Contender(method="shampoo", tuned={LR: (0.05, 3.0), **MOMENTUM}),
+    # without momentum, which it mixes with plain gradients and diverges by
+    "shampoo": Contender(
+        method="shampoo",
+        tuned={LR: (0.05, 3.0), "optimizer.weight-decay": (1e-5, 1e-2)},
+    ),
     "kfac": Contender(method="kfac", tuned={LR: (0.05, 3.0), DAMPING: (1e-3, 1.0)}),
     "spngd": Contender(method="spngd", tuned={LR: (0.01, 0.5), DAMPING: (1e-3, 1.0)}),
     "polar": Contender(method="polar", tuned={**TRUSTED, DAMPING: (0.1, 10.0)}),
+    # its defaults: what a user gets who tunes the learning rate alone
+    "polar, only lr tuned": Contender(method="polar", tuned=TRUSTED),
     "kfac+adam+trust": Contender(
         method="polar", tuned={**TRUSTED, **MOMENTUM}, fixed={**POLAR, **ADAM}
     ),

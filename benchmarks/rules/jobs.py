@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -109,13 +110,18 @@ def final_jobs(
     known: Mapping[str, Outcome],
     seeds: int,
     evaluations: int,
+    tuned_on: str = "",
 ) -> Iterator[Job]:
-    """The best trial of each contender with seeds that it was not chosen by."""
+    """The best trial of each contender with seeds that it was not chosen by.
+
+    ``tuned_on`` names the model of the trials, where it is not the setting's own.
+    """
+    tuned = dataclasses.replace(setting, model=tuned_on or setting.model)
     for seed in range(1, seeds + 1):
         for name, contender in contenders.items():
-            best = best_trial(known, setting, "tune", name)
+            best = best_trial(known, tuned, "tune", name)
             if best is None:
-                print(f"{name}: nothing tuned for {setting.name}, left out")
+                print(f"{name}: nothing tuned for {tuned.name}, left out")
                 continue
             command = setting.command(contender.method, seed, evaluations)
             yield Job(
