@@ -117,6 +117,20 @@ def decay_epochs(
     )
 
 
+def same_trial(spec: StudySpec, point: Point) -> tuple[Point, ...]:
+    """All points of a study that are one trial with this one.
+
+    Schedules differ only in their decays: at the base batch scaled and fixed are one.
+    """
+    decays = {
+        kind: decay_epochs(spec, kind, point.batch, examples=1)
+        for kind in (point.schedule, *spec.schedule.kinds)
+    }
+    own = decays[point.schedule]
+    alike = [kind for kind in spec.schedule.kinds if decays[kind] == own]
+    return tuple(replace(point, schedule=kind) for kind in alike)
+
+
 def make_config(spec: StudySpec, point: Point, examples: int) -> TrainConfig:
     """Every setting of one trial, on a training set of ``examples``."""
     method = spec.methods[point.method]

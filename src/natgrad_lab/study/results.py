@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from natgrad_lab.errors import UserError
 from natgrad_lab.study.curves import Metric, Trial, from_plain, mean_curve
 from natgrad_lab.study.ledger import Ledger
-from natgrad_lab.study.points import Point, decay_epochs
+from natgrad_lab.study.points import Point, decay_epochs, same_trial
 from natgrad_lab.study.reading import (
     Criterion,
     StepCost,
@@ -152,13 +152,22 @@ def read_results(ledger: Ledger) -> Results:
     )
     return Results(
         spec=spec,
-        trials=average(single),
+        trials=average(at_every_point(spec, single)),
         single=single,
         keys=tuple(each.user_attrs["key"] for each in ended),
         attempts=tuple(each.user_attrs.get("attempts", 1) for each in ended),
         notes=tuple(each.user_attrs.get("data", "") for each in ended),
         unfinished=len(rows) - len(ended),
     )
+
+
+def at_every_point(spec: StudySpec, trials: Sequence[Trial]) -> list[Trial]:
+    """Trials at each point of the study that they are the trial of."""
+    return [
+        replace(each, point=point)
+        for each in trials
+        for point in same_trial(spec, each.point)
+    ]
 
 
 def average(trials: Sequence[Trial]) -> tuple[Trial, ...]:

@@ -16,8 +16,9 @@ from tests.lab.study.made import curve, one, tiny
 from natgrad_lab.errors import UserError
 from natgrad_lab.study.ledger import RANGES, Claim, Ledger, thinned
 from natgrad_lab.study.points import Planned, make_plan
+from natgrad_lab.study.reading import costs_to, speedups
 from natgrad_lab.study.results import read_results
-from natgrad_lab.study.spec import Method, Schedule
+from natgrad_lab.study.spec import Budget, Method, Schedule, ScheduleName
 from natgrad_lab.study.status import (
     duration,
     read_status,
@@ -284,6 +285,31 @@ def test_a_curve_is_thinned_from_its_end() -> None:
 def test_nothing_to_report_is_said(study: Study) -> None:
     with pytest.raises(UserError, match="nothing to report"):
         read_results(study[0])
+
+
+@pytest.mark.parametrize("kinds", [("scaled", "fixed"), ("fixed", "scaled")])
+def test_a_trial_of_both_schedules_is_read_as_both(
+    tmp_path: Path, kinds: tuple[ScheduleName, ...]
+) -> None:
+    spec = tiny(schedule=Schedule(kinds=kinds), budget=Budget(epochs=2.0))
+    plan = make_plan(spec)
+    assert len(plan) == 3 + 2 * 3  # at the base batch the schedules are one
+    storage = Storage(f"sqlite:///{tmp_path}/study.db", create=True)
+    ledger = Ledger.plan(storage, spec, plan)
+    study = ledger, plan, tmp_path
+    for _ in plan:
+        claim = take(study)
+        ledger.finish(claim, curve([2.0, 1.0]), wall=1.0)
+        claim.drop()
+    results = read_results(ledger)
+    assert len(results.single) == 9
+    for schedule in kinds:
+        found = results.of("sgd", schedule=schedule)
+        assert sorted(each.batch for each in found) == [64, 64, 256, 256]
+    (target,) = results.targets("loss")[-1:]
+    counts = costs_to(results.of("kfac"), target)
+    assert speedups(counts, results.base) == {64: 1.0, 256: 1.0}
+    storage.close()
 
 
 @pytest.mark.parametrize(

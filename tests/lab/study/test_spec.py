@@ -10,12 +10,14 @@ from tests.lab.study.made import one, tiny
 from natgrad_lab.errors import UserError
 from natgrad_lab.recipes import find
 from natgrad_lab.study.points import (
+    Point,
     budget_epochs,
     decay_epochs,
     make_config,
     make_key,
     make_plan,
     points,
+    same_trial,
     spec_to_plain,
 )
 from natgrad_lab.study.spec import Budget, Grid, Method, Schedule, StudySpec
@@ -124,6 +126,36 @@ def test_a_larger_study_keeps_the_keys_of_the_smaller() -> None:
     wider = tiny(batches=(64, 128, 256), repeats=2)
     assert small < set(make_plan(wider))
     assert len(small) == 6
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        Budget(epochs=2.0),
+        Budget(kind="epochs", epochs=2.0),
+        Budget(kind="iterations", iterations=50),
+    ],
+    ids=lambda budget: budget.kind,
+)
+def test_points_that_are_one_trial_are_those_with_one_key(budget: Budget) -> None:
+    kinds = Schedule(kinds=("fixed", "scaled"))
+    made = tiny(schedule=kinds, budget=budget, batches=(64, 128, 256))
+    by_key: dict[str, list[Point]] = {}
+    for point in points(made):
+        key = make_key(make_config(made, point, EXAMPLES))
+        by_key.setdefault(key, []).append(point)
+    assert set(make_plan(made)) == set(by_key)
+    for group in by_key.values():
+        assert all(set(same_trial(made, point)) == set(group) for point in group)
+    assert max(map(len, by_key.values())) == 2
+
+
+def test_the_paper_s_plan_has_as_many_trials_as_its_file_says() -> None:
+    path = STUDIES / "ma2019.toml"
+    found = read_study(path)
+    keys = {make_key(make_config(found, each, 50_000)) for each in points(found)}
+    said = path.read_text().replace("\n# ", " ")
+    assert f" {len(keys):,} trials" in said
 
 
 def test_a_batch_larger_than_the_data_is_said() -> None:
