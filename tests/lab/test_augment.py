@@ -206,6 +206,33 @@ def test_mixup_on_two_ranks_is_mixup_on_one():
         assert torch.equal(torch.cat(parts), whole(x, y)[0])
 
 
+def test_mixup_in_parts_is_mixup_at_once():
+    batches = [(torch.randn(6, 2), torch.rand(6, 3)) for _ in range(4)]
+    whole, cut = RunningMixup(seed=2), RunningMixup(seed=2, parts=3)
+    for x, y in batches:
+        expected = whole(x, y)
+        pieces = [cut(x[2 * k :][:2], y[2 * k :][:2]) for k in range(3)]
+        for i in range(2):
+            assert torch.equal(torch.cat([p[i] for p in pieces]), expected[i])
+
+
+def test_mixup_resumes_in_the_middle_of_a_step():
+    parts = [(torch.randn(4, 2), torch.rand(4, 3)) for _ in range(9)]
+    straight, first = RunningMixup(parts=3), RunningMixup(parts=3)
+    expected = [straight(*part) for part in parts]
+    for part in parts[:5]:
+        first(*part)
+    second = RunningMixup(parts=3)
+    second.load_state_dict(first.state_dict())
+    for part, want in zip(parts[5:], expected[5:], strict=True):
+        assert torch.equal(second(*part)[0], want[0])
+
+
+def test_mixup_refuses_no_parts():
+    with pytest.raises(ValueError, match=r"parts=0. Must be >= 1"):
+        RunningMixup(parts=0)
+
+
 def test_mixup_starts_anew_when_the_batch_changes_shape():
     mix = RunningMixup()
     mix(torch.randn(4, 2), torch.rand(4, 3))

@@ -93,6 +93,7 @@ RESUMED = {
     "soap": config(optimizer=OptimizerConfig(name="soap", lr=1e-3, interval=3)),
     "shampoo": config(optimizer=OptimizerConfig(name="shampoo", lr=0.05, interval=3)),
     "kfac": config(optimizer=KFAC, batch=64, micro_batch=32),
+    "mixup": config(micro_batch=16, data=DataConfig(mixup=0.4, erasing=0.5)),
     "sampled": config(
         optimizer=KFAC, curvature=CurvatureConfig(damping=0.1, fisher="sampled")
     ),
@@ -127,12 +128,13 @@ def test_resume_is_bitwise_in_the_middle_of_an_interval(
     assert losses[0] == losses[1]
 
 
-def test_accumulation_equals_the_whole_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mixup", [0.0, 0.4])
+def test_accumulation_equals_the_whole_batch(mixup: float, tmp_path: Path) -> None:
     # Batch norm sees micro-batches, so the network must have none: an MLP.
     base = config(
         model=ModelConfig(name="mlp"),
         optimizer=KFAC,
-        data=DataConfig(augment=False),
+        data=DataConfig(augment=False, mixup=mixup),
         steps=4,
     )
     whole = start(tmp_path / "whole", base)
@@ -222,6 +224,12 @@ def wait_for_records(path: Path, process: Any) -> None:
 MLP = {"model": ModelConfig(name="mlp"), "data": DataConfig(augment=False)}
 SHARED = {
     "sgd": config(**MLP, steps=6),
+    "sgd-mixup": config(
+        model=ModelConfig(name="mlp"),
+        data=DataConfig(augment=False, mixup=0.4),
+        micro_batch=16,
+        steps=6,
+    ),
     "kfac": config(**MLP, steps=6, optimizer=KFAC),
     "spngd": config(**MLP, steps=6, optimizer=SPNGD),
     "kfac-norm": config(steps=6, optimizer=KFAC),
@@ -270,7 +278,7 @@ def test_two_processes_do_what_one_does_and_resume(
         assert "running" in key or torch.equal(value, theirs[key]), key
     records = read_metrics(folder / name / "whole" / "metrics.jsonl")
     trains = [each for each in records if each["kind"] == "train"]
-    assert name == "sgd" or trains[-1]["bytes"] > 0
+    assert name.startswith("sgd") or trains[-1]["bytes"] > 0
     if SHARED[name].model.name == "mlp":  # batch norm depends on the split
         alone = start(tmp_path / "alone", SHARED[name])
         alone.train()

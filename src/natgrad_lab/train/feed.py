@@ -1,4 +1,9 @@
-"""What the loop eats: batches of this rank, mixed and smoothed, without end."""
+"""What the loop eats: batches of this rank, mixed and smoothed, without end.
+
+A step's batch is ordered by forward, then by rank: the first examples are what all
+ranks have in their first forward. Running mixup pairs example i of a step with example
+i of the step before, however the batch is cut into forwards and ranks.
+"""
 
 import math
 from collections.abc import Iterator
@@ -14,6 +19,7 @@ from natgrad_lab.train.config import TrainConfig
 from natgrad_lab.train.processes import World
 from natgrad_lab.train.tree import Rows
 
+_VIRTUAL = ("inputs", "targets")
 SMALL = 3 * 64 * 64
 """Numbers in an example up to which a thousand at a time are evaluated."""
 
@@ -25,7 +31,7 @@ class Feed:
         dataset: what to train and test on.
         config: augmentation, mixup and label smoothing.
         world: this rank's share is what it gets.
-        micro: examples a forward on this rank.
+        micro: examples a forward on this rank; must divide its share of the batch.
         channels_last: the layout of images.
     """
 
@@ -56,16 +62,21 @@ class Feed:
         )
         self._mixup: RunningMixup | None = None
         if config.data.mixup:
-            self._mixup = RunningMixup(config.data.mixup, seed=config.seed)
+            forwards = config.batch // (micro * world.size)
+            self._mixup = RunningMixup(
+                config.data.mixup, seed=config.seed, parts=forwards
+            )
         self._stream = _endless(self._train)
 
     def next(self) -> Batch:
         """Inputs, and class numbers or (with mixup) probabilities."""
-        inputs, labels = self._to_device(next(self._stream))
-        if self._mixup is None:
-            return inputs, labels
-        smoothing = self._settings.label_smoothing
-        return self._mixup(inputs, soft_targets(labels, self._classes, smoothing))
+        inputs, labels = next(self._stream)
+        if self._mixup is not None:
+            # on the host: the virtual batch of many forwards may not fit a device
+            smoothing = self._settings.label_smoothing
+            targets = soft_targets(labels, self._classes, smoothing)
+            inputs, labels = self._mixup(inputs, targets)
+        return self._to_device((inputs, labels))
 
     def test(self) -> Iterator[Batch]:
         """This rank's part of the test set, once."""
@@ -74,26 +85,41 @@ class Feed:
                 yield self._to_device(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, and the virtual batch of running mixup."""
-        mixup = None if self._mixup is None else self._mixup.state_dict()
-        if mixup is not None and mixup["inputs"] is not None:
-            mixup |= {name: Rows(mixup[name]) for name in ("inputs", "targets")}
-        return {"loader": self._train.state_dict(), "mixup": mixup}
+        """The position in the data, and the virtual batch of running mixup.
+
+        Between two steps only.
+        """
+        return {"loader": self._train.state_dict(), "mixup": self._mixup_state()}
+
+    def _mixup_state(self) -> dict[str, Any] | None:
+        if self._mixup is None:
+            return None
+        state = self._mixup.state_dict()
+        cut = {"ranks": self._world.size, "parts": self._mixup.parts}
+        rows = {
+            name: Rows(torch.cat(state[name])) if state[name] else None
+            for name in _VIRTUAL
+        }
+        return {"step": state["step"], **cut, **rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`; the number of ranks may differ from then."""
         self._train.load_state_dict(self._position(state["loader"]))
         if self._mixup is not None:
-            mixup = dict(state["mixup"])
-            if mixup["inputs"] is not None:
-                for name in ("inputs", "targets"):
-                    mixup[name] = self._share(mixup[name])
-            self._mixup.load_state_dict(mixup)
+            saved = state["mixup"]
+            cut = saved["ranks"], saved["parts"]
+            parts = {name: self._parts(saved[name], *cut) for name in _VIRTUAL}
+            self._mixup.load_state_dict({"step": saved["step"], "part": 0, **parts})
 
-    def _share(self, rows: Tensor) -> Tensor:
-        """This rank's part of the virtual batch of all ranks."""
-        rank, size = self._world.rank, self._world.size
-        part = rows.tensor_split(size)[rank].to(self._device)
+    def _parts(self, rows: Tensor | None, ranks: int, parts: int) -> list[Tensor]:
+        """This rank's parts of the virtual batch of all ranks, laid rank by rank."""
+        if rows is None or self._mixup is None:
+            return []
+        ordered = rows.unflatten(0, (ranks, parts, -1)).transpose(0, 1).flatten(0, 2)
+        own = ordered.unflatten(0, (self._mixup.parts, self._world.size, -1))
+        return [self._laid_out(part) for part in own[:, self._world.rank]]
+
+    def _laid_out(self, part: Tensor) -> Tensor:
         last = part.dim() == 4 and self._channels_last
         format = torch.channels_last if last else torch.contiguous_format
         return part.contiguous(memory_format=format)
