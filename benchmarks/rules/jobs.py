@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Setting:
 
     def command(self, method: str, seed: int, evaluations: int) -> list[str]:
         """What all runs have in common."""
-        epochs = self.steps * self.batch / len(load(self.data_name).train)
+        epochs = self.steps * self.batch / training_examples(self.data_name)
         options = {
             "steps": self.steps,
             "batch": self.batch,
@@ -53,6 +54,12 @@ class Setting:
         if self.data == "digits":
             recipe = f"digits-{method}"
         return [recipe, *flags(options)]
+
+
+@functools.cache
+def training_examples(data: str) -> int:
+    """How many there are."""
+    return len(load(data).train)
 
 
 @dataclass(frozen=True, kw_only=True)
