@@ -11,25 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pages import DOCS, PAGES, ROOT, blocks, prose, relative
 from torch import nn
 
 import natgrad
 from natgrad import layers
 from natgrad.layers.table import TABLE
+from natgrad.math.spectrum import change_rate
 
-ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-WITH_CODE = [p for p in PAGES if "```python\n" in p.read_text()]
+WITH_CODE = [p for p in PAGES if blocks(p, "python")]
 DOTTED = re.compile(r"`((?:natgrad|natgrad_lab|torch)(?:\.\w+)+)`")
-
-
-def relative(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-def blocks(path: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)
 
 
 @pytest.fixture
@@ -61,7 +52,7 @@ def test_the_code_of_a_page_runs(
 ) -> None:
     """Blocks run one after the other, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
-    for code in blocks(path):
+    for code in blocks(path, "python"):
         exec(compile(code, relative(path), "exec"), names)
 
 
@@ -96,30 +87,110 @@ def test_a_name_that_is_gone_would_be_noticed() -> None:
     assert not exists("natgrad.gone.pi_split")
 
 
-def test_every_equation_of_the_papers_has_a_row() -> None:
-    """SP-NGD has equations 1-24; 1 and 2 are the loss and SGD."""
+EQUATIONS = {
+    "Osawa et al. 2020": 24,
+    "Osawa et al. 2019": 21,
+    "Pauloski et al. 2020": 18,
+    "Ma et al. 2019": 5,
+}
+"""The last number of each paper."""
+ALGORITHMS = {
+    "Osawa et al. 2020": {(1, None), (2, None), *((3, i) for i in range(1, 6))},
+    "Osawa et al. 2019": {(1, i) for i in range(1, 7)},
+    "Pauloski et al. 2020": {(1, i) for i in range(1, 4)},
+    "Ma et al. 2019": set(),
+}
+"""Their algorithms, by number and stage or step."""
+
+
+def rows_of(paper: str) -> dict[str, str]:
+    """The table of a paper: what is in it, and where that is in the code."""
     text = (DOCS / "reference" / "papers.md").read_text()
-    last = {"Osawa et al. 2020": 24, "Osawa et al. 2019": 21, "Pauloski": 18, "Ma": 5}
-    for paper, count in last.items():
-        section = re.split(r"^## ", text, flags=re.M)
-        (rows,) = [part for part in section if part.startswith(paper)]
-        found: set[int] = set()
-        for cell in re.findall(r"^\| eq\. ([\d, -]+)", rows, re.M):
-            for low, high in re.findall(r"(\d+)(?:-(\d+))?", cell):
-                found |= set(range(int(low), int(high or low) + 1))
-        assert found >= set(range(3, count + 1)), paper
-        assert "Algorithm 1" in rows or paper == "Ma"
+    (section,) = [x for x in re.split(r"^## ", text, flags=re.M) if x.startswith(paper)]
+    cells = re.findall(r"^\| (.*?) \| .*? \| (.*) \|$", section, re.M)
+    return {where: names for where, names in cells if where != "in the paper"}
+
+
+def numbers(text: str) -> set[int]:
+    """Of "1, 3-5": 1, 3, 4 and 5."""
+    found: set[int] = set()
+    for low, high in re.findall(r"(\d+)(?:-(\d+))?", text):
+        found |= set(range(int(low), int(high or low) + 1))
+    return found
+
+
+@pytest.mark.parametrize("paper", EQUATIONS)
+def test_every_equation_of_the_papers_has_a_row(paper: str) -> None:
+    cells = [re.match(r"eq\. ((?:\d+(?:-\d+)?(?:, )?)+)", x) for x in rows_of(paper)]
+    found = [numbers(cell[1]) for cell in cells if cell]
+    assert sorted(n for some in found for n in some) == [
+        *range(1, EQUATIONS[paper] + 1)
+    ]
+
+
+@pytest.mark.parametrize("paper", EQUATIONS)
+def test_every_algorithm_of_the_papers_has_a_row(paper: str) -> None:
+    found: set[tuple[int, int | None]] = set()
+    for cell in rows_of(paper):
+        for number, stages in re.findall(
+            r"Algorithm (\d)(?:, (?:stage|step)s? (\d(?:-\d)?))?", cell
+        ):
+            found |= {(int(number), i) for i in numbers(stages) or {None}}
+    assert found == ALGORITHMS[paper]
+
+
+@pytest.mark.parametrize("paper", EQUATIONS)
+def test_every_row_of_the_papers_names_code(paper: str) -> None:
+    rows = rows_of(paper)
+    assert [where for where, names in rows.items() if not DOTTED.findall(names)] == []
+
+
+def test_the_change_rate_is_what_diagnostics_show() -> None:
+    """A page and the table mean the same function by eq. 19."""
+    (names,) = [v for k, v in rows_of("Osawa et al. 2019").items() if "eq. 19" in k]
+    assert "natgrad.math.spectrum.change_rate" in names
+    assert "eq. 19" in (change_rate.__doc__ or "")
+
+
+TEST_NAME = re.compile(r"`((?:tests/[\w/]+\.py|…)(?:::\w+)?)`")
+
+
+def lost_tests(text: str) -> list[str]:
+    """Tests that a text names and that are not; "…" is a file that it named before."""
+    files: list[Path] = []
+    lost: list[str] = []
+    for found in TEST_NAME.findall(text):
+        file, _, name = found.partition("::")
+        if file != "…":
+            files.append(ROOT / file)
+        sources = files if file == "…" else files[-1:]
+        whole = [path.read_text() for path in sources if path.is_file()]
+        if not any(f"def {name}(" in source if name else True for source in whole):
+            lost.append(found)
+    return lost
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_tests_that_a_page_names_exist(path: Path) -> None:
+    assert lost_tests(path.read_text()) == []
+
+
+def test_a_test_that_is_gone_is_noticed() -> None:
+    assert len(TEST_NAME.findall((DOCS / "faults.md").read_text())) > 5
+    text = "`tests/gone.py`, `tests/test_docs.py::test_gone`, `…::test_gone`"
+    assert len(lost_tests(text)) == 3
+    assert not lost_tests("`tests/test_docs.py::test_readme_has_a_short_example`")
 
 
 def test_readme_has_a_short_example() -> None:
-    example = blocks(ROOT / "README.md")[0].strip().splitlines()
+    example = blocks(ROOT / "README.md", "python")[0].strip().splitlines()
     assert len(example) <= 12
 
 
 @pytest.mark.parametrize("path", PAGES, ids=relative)
 def test_links_lead_somewhere(path: Path) -> None:
-    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
-    links = [x for x in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in x]
+    found = re.findall(r"\]\(([^)#\s]+)", prose(path))
+    links = [x for x in found if "://" not in x]
     assert [x for x in links if not (path.parent / x).exists()] == []
 
 
