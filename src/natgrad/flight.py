@@ -16,7 +16,8 @@ Note [Late contributions]
     is summed aside. ``finish`` asks all ranks (one small all-reduce) whether anything
     is late anywhere; if so they agree on the buckets and send those again. So ranks
     may put different items, a different number of times, and never wait for a bucket
-    that another rank does not send.
+    that another rank does not send. By the same question they learn whether some rank
+    has put what does not count any more: the flight is then void on all of them.
 
 Note [Streams]
     On a GPU a wait blocks the stream, not the host. So all stages of a bucket are
@@ -68,6 +69,7 @@ class Flight:
         self._late: dict[str, Tensor] = {}
         self._own: dict[str, Tensor] = {}
         self._finished = False
+        self.is_void = False
         self._marks = self._ask()
 
     def _ask(self) -> Callable[[], list[int]] | None:
@@ -110,6 +112,13 @@ class Flight:
             load.put(name, flat)
         if self._comm.options.overlap:
             self._leave(lambda load: load.full)
+
+    def void(self) -> None:
+        """Say, before `finish`, that what was put in this reduction must not count.
+
+        After ``finish`` `is_void` is then True on every rank, and sums mean nothing.
+        """
+        self.is_void = True
 
     def finish(self) -> dict[str, Tensor]:
         """Send what is left, wait, and return what this rank receives, by name.
@@ -164,7 +173,9 @@ class Flight:
         """See Note [Late contributions]."""
         if not (self._plan.reduces and self._loads):
             return []
-        if not self._comm.largest([len(self._late)])()[0]:
+        late, void = self._comm.largest([len(self._late), int(self.is_void)])()
+        self.is_void = bool(void)
+        if self.is_void or not late:
             return []
         flags = [any(n in self._late for n in load.mine) for load in self._loads]
         agreed = self._comm.largest([int(flag) for flag in flags])()

@@ -5,8 +5,9 @@ An `Outbox` opens a flight of an exchange before the backward and puts an item o
 soon as the item is complete; the communicator sends full buckets at once, so that
 communication runs under the rest of the backward. A statistic is complete when its
 layer has run as often as in the last step that estimated it; a gradient, when autograd
-has accumulated it. If more comes after all (a second micro-batch), the rest is put on
-the same flight later: sums may arrive in parts.
+has accumulated it as often as in the last step. If more of a statistic comes after all
+(a second micro-batch), the rest is put on the same flight later: sums may arrive in
+parts. Gradients are sent anew, as they may have been replaced.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,17 +82,19 @@ class StatisticsOutbox:
 class GradientOutbox:
     """Sends gradients to the ranks that work on them, block by block.
 
-    A block whose gradient has changed since it was sent is followed by the difference,
-    for which the part already sent is remembered.
+    What is sent early is only a guess that nothing will change: if the gradient is
+    another one when the step comes (a further micro-batch, ``clip_grad_norm_``, a batch
+    that was thrown away), all is void and sent again. So a sum is always that of the
+    gradients at the step, and does not depend on what was sent before.
     """
 
     def __init__(
         self, comm: Communicator, like: Tensor, blocks: Sequence[Block], overlap: bool
     ) -> None:
         self._comm, self._like, self._blocks = comm, like, blocks
-        self._sent: dict[str, Tensor] = {}
+        self._sent: dict[str, list[tuple[Tensor | None, int]]] = {}
         self._arrived: dict[str, int] = {}
-        self._versions: dict[str, list[int]] = {}
+        self._expected: dict[str, int] = {}
         self._flight: Flight | None = None
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         if overlap:
@@ -102,7 +105,7 @@ class GradientOutbox:
 
     def open(self) -> None:
         """Begin a step."""
-        self._sent, self._arrived, self._versions = {}, {}, {}
+        self._sent, self._arrived = {}, {}
         names = [b.name for b in reversed(self._blocks)]
         self._flight = self._comm.begin(
             "reduce_gradients", names, self._like.dtype, self._like.device
@@ -110,13 +113,9 @@ class GradientOutbox:
 
     def finish(self) -> dict[str, Tensor]:
         """Send what is left; returns the flat sums of the blocks worked on here."""
-        assert self._flight is not None
-        for block in self._blocks:
-            if block.name not in self._sent:
-                self._send(block)
-            elif self._versions[block.name] != _versions(block):
-                self._send_rest(block)
-        return self._flight.finish()
+        self._expected = self._arrived
+        sums = self._finish()
+        return self._finish() if sums is None else sums
 
     def abandon(self) -> None:
         """Throw away what was sent of a step that never came to its end."""
@@ -124,18 +123,29 @@ class GradientOutbox:
         self._flight.finish()
         self.open()
 
-    def _send_rest(self, block: Block) -> None:
-        """What was added since, by a second backward or by ``clip_grad_norm_``."""
+    def _finish(self) -> dict[str, Tensor] | None:
+        """None if what some rank has sent was void; all is then to be sent again."""
         assert self._flight is not None
-        sent, gradient = self._sent[block.name], block.gradient()
-        rest = -sent if gradient is None else gradient.flatten() - sent
-        self._flight.put(block.name, rest)
+        if any(not _same(seen, block) for block, seen in self._seen()):
+            self._flight.void()
+        for block in self._blocks:
+            if block.name not in self._sent:
+                self._send(block)
+        sums = self._flight.finish()
+        if not self._flight.is_void:
+            return sums
+        self.open()
+        return None
+
+    def _seen(self) -> list[tuple[Block, list[tuple[Tensor | None, int]]]]:
+        return [(b, self._sent[b.name]) for b in self._blocks if b.name in self._sent]
 
     def _hook(self, block: Block) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
             count = self._arrived.get(block.name, 0) + 1
             self._arrived[block.name] = count
-            if count == len(block.parameters):
+            # as often as in the last step: not before the last micro-batch
+            if count == self._expected.get(block.name, len(block.parameters)):
                 self._send(block)
 
         return arrived
@@ -145,12 +155,20 @@ class GradientOutbox:
         with torch.no_grad():
             gradient = block.gradient()
             if gradient is not None:
-                self._sent[block.name] = gradient.flatten().clone()
-                self._versions[block.name] = _versions(block)
-                self._flight.put(block.name, self._sent[block.name])
+                self._sent[block.name] = _gradients(block)
+                self._flight.put(block.name, gradient.flatten())
 
 
-def _versions(block: Block) -> list[int]:
-    """Changes with every write to the block's gradients."""
+def _gradients(block: Block) -> list[tuple[Tensor | None, int]]:
+    """A block's gradients, and numbers that change with every write to them."""
     grads = [p.grad for p in block.parameters]
-    return [-1 if g is None else g._version for g in grads]
+    return [(g, -1 if g is None else g._version) for g in grads]
+
+
+def _same(seen: list[tuple[Tensor | None, int]], block: Block) -> bool:
+    """Whether the gradients are the very tensors that were seen, and as they were.
+
+    A new tensor may have the version that the one before had.
+    """
+    pairs = zip(seen, _gradients(block), strict=True)
+    return all(old is new and was == now for (old, was), (new, now) in pairs)
