@@ -34,6 +34,8 @@ from typing import Any
 
 import torch
 
+from natgrad_lab.train.run import git_state
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("natgrad", "torch", "numpy", "pytorch_optimizer")
 BASELINE = "SGD"
@@ -194,27 +196,27 @@ def summarise(
 ) -> list[dict[str, Any]]:
     """A row for each contender and policy, with its ratio to the baseline.
 
-    ``ratio`` is from the medians of all steps of a kind (the mean, for an adaptive
-    policy, against the mean of the baseline); ``low`` and ``high`` are quartiles of the
-    ratios of single rounds.
+    ``ratio``, ``low`` and ``high`` are the median and the quartiles of the ratios of
+    single rounds, in which baseline and contender met the same noise. For an adaptive
+    policy, whose steps differ by design, ``ratio`` is that of the means of all steps.
     """
     rows: list[dict[str, Any]] = []
     for c in contenders:
         centre = statistics.fmean if c.mean else statistics.median
         seconds = {k: _seconds(samples, c.name, k, clock) for k in c.kinds}
         base_name, base_kind = contenders[0].name, contenders[0].kinds[0]
-        base = centre(_seconds(samples, base_name, base_kind, clock))
+        base = statistics.fmean(_seconds(samples, base_name, base_kind, clock))
         centres = {kind: centre(values) for kind, values in seconds.items()}
         for policy, weights in c.policies.items():
             cost = weighted(centres, weights)
             ratios = _ratios(samples, c, weights, contenders[0], clock)
-            low, _, high = quartiles(ratios)
+            low, middle, high = quartiles(ratios)
             rows.append(
                 {
                     "contender": c.name,
                     "policy": policy,
                     "seconds": cost,
-                    "ratio": cost / base,
+                    "ratio": cost / base if c.mean else middle,
                     "low": low,
                     "high": high,
                     "steps": {kind: len(values) for kind, values in seconds.items()},
@@ -269,7 +271,14 @@ def machine() -> dict[str, Any]:
         "system": platform.system(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
+        "commit": commit(),
     }
+
+
+def commit() -> str | None:
+    """The commit that is measured; None if files differ from it."""
+    state = git_state()
+    return None if state is None or state["dirty"] else state["commit"][:9]
 
 
 def _processor() -> str:
@@ -290,9 +299,11 @@ def version(package: str) -> str | None:
 def describe(facts: Mapping[str, Any]) -> str:
     """`machine()` in a line of markdown."""
     versions = ", ".join(f"{k} {v}" for k, v in facts["versions"].items() if v)
+    commit = facts.get("commit")
     return (
         f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB, "
-        f"{facts['system']}; Python {facts['python']}, {versions}."
+        f"{facts['system']}; Python {facts['python']}, {versions}"
+        + (f"; commit {commit}." if commit else ".")
     )
 
 

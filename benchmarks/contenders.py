@@ -153,6 +153,7 @@ def _spngd_adaptive(case: Case, layout: str) -> Contender:
     contender.kinds = (PLAIN,) * ADAPTIVE_STEPS
     contender.policies = {ADAPTIVE: {PLAIN: 1}}
     contender.mean = True
+    contender.prepare = lambda kind: None  # it has no cycle to be in step with
     contender.facts = lambda: {
         "refreshed": optimizer.refreshes()["reduction_rate"],
         "of_steps": optimizer.engine.step,
@@ -163,11 +164,17 @@ def _spngd_adaptive(case: Case, layout: str) -> Contender:
 def _curved(
     name: str, step: Callable[[], None], curved: Any, optimizer: Optimizer
 ) -> Contender:
+    def prepare(kind: str) -> None:
+        next_kind = CYCLE[curved.engine.step % len(CYCLE)]
+        if next_kind != kind:
+            raise RuntimeError(f"{name} is about to make a {next_kind}, not a {kind}")
+
     return Contender(
         name=name,
         step=step,
         kinds=CYCLE,
         policies=REFRESHING,
+        prepare=prepare,
         state=lambda: [
             state_of(optimizer),
             [

@@ -21,6 +21,7 @@ from natgrad.engine import Engine
 from natgrad.flight import Flight
 from natgrad.hooks import Hooks
 from natgrad.kfac import KFAC
+from natgrad.polar import Polar
 from natgrad.spngd import SPNGD
 from natgrad.statistics import Statistics
 
@@ -60,6 +61,7 @@ METHODS: dict[str, tuple[tuple[type, str], ...]] = {
     "update": (
         (KFAC, "step"),
         (SPNGD, "step"),
+        (Polar, "step"),
         (SGD, "step"),
     ),
 }
@@ -106,7 +108,13 @@ class Stopwatch:
 @contextmanager
 def watching(contender: Contender, watch: Stopwatch) -> Iterator[None]:
     """Wrap the methods of `METHODS`, and those hooks that are bound already."""
-    table = [(c, m, phase) for phase, pairs in METHODS.items() for c, m in pairs]
+    # torch gives a class of optimizers its own step with the first instance
+    table = [
+        (c, m, phase)
+        for phase, pairs in METHODS.items()
+        for c, m in pairs
+        if m in c.__dict__
+    ]
     old = {(c, m): c.__dict__[m] for c, m, _ in table}
     for c, m, phase in table:
         setattr(c, m, watch.wrap(old[c, m], phase))

@@ -117,7 +117,19 @@ def test_phases_add_up_and_are_charged_where_they_belong():
     assert found[STATISTICS]["statistics"] > 3 * found[PLAIN]["statistics"]
     assert all(x > 0 for x in found[FULL].values())
     for owner, name in (pair for table in phases.METHODS.values() for pair in table):
-        assert "wrapped" not in owner.__dict__[name].__qualname__
+        assert "wrapped" not in getattr(owner, name).__qualname__
+
+
+def test_polar_is_charged_for_its_update():
+    polar = make_all(QUICK_CASES["small mlp"], "contiguous", ["Polar"])[1]
+    found = phases.measure(polar, "wall", rounds=1)
+    assert all(each["update"] > 0 for each in found.values())
+
+
+def test_a_contender_out_of_step_with_its_kinds_is_noticed():
+    kfac = make_all(QUICK_CASES["small mlp"], "contiguous", ["KFAC eigen"])[1]
+    with pytest.raises(RuntimeError, match="about to make a full, not a plain"):
+        run_step(kfac, PLAIN)
 
 
 def test_nested_phases_are_not_counted_twice():
