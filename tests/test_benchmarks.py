@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import distributed as ranks
-from benchmarks import memory, phases, predict, scaling, step_time, trace
+from benchmarks import factors, memory, phases, predict, scaling, step_time, trace
 from benchmarks.cases import QUICK_CASES
 from benchmarks.common import (
     FULL,
@@ -256,3 +256,10 @@ def test_a_models_seconds_add_up_to_its_step():
     parts = (times.forward, times.backward, times.statistics, times.invert)
     assert min(parts) > 0
     assert times.precondition < sum(parts)
+
+
+def test_factors_run(tmp_path: Path):
+    factors.main(["--sizes", "8", "--seconds", "0", "--out", str(tmp_path)])
+    rows = (tmp_path / "factors.md").read_text().splitlines()
+    assert rows[-1].startswith("| 8 ")
+    assert rows[-1].count("|") == 2 + len(factors.OPERATIONS)
