@@ -7,15 +7,19 @@ to the step's sums. So a forward that is never followed by its backward (evaluat
 forward under no_grad, the recomputed forward of activation checkpointing) counts for
 nothing, and no activation outlives the graph. A second backward through a graph that
 was retained counts for nothing either, nor does one that makes a graph of its own
-(create_graph=True: the inner gradient of a gradient penalty). A tensor hook, unlike a
-module's backward hook, also works when the next layer is an in-place ReLU.
+(create_graph=True: the inner gradient of a gradient penalty), nor one that makes no
+gradient of the layer's weight (an adversary asks for that of the inputs). A tensor
+hook, unlike a module's backward hook, also works when the next layer is an in-place
+ReLU.
 
 Note [Scaling]
 With N the terms that the loss averages over, the gradient of one term is ghat = N g.
 So the sum of ghat ghat^T is N^2 times the sum of g g^T, and G is that over the number
 of examples. N is the batch size that the model was called with; it is multiplied by k
-when the losses of k micro-batches were each divided by k. An AMP loss scale S
-multiplies g and is divided out again. The loss of sampled labels has neither k nor S.
+when the losses of k micro-batches were each divided by k. A micro-batch is a forward
+of the model; without one, what layers did between two backwards. If N is given for the
+whole step, there is no k. An AMP loss scale S multiplies g and is divided out again.
+The loss of sampled labels has neither k nor S.
 """
 
 import random
@@ -27,8 +31,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from natgrad.autograd import Sentinel, accumulates, backward_id
 from natgrad.config import require_count
 from natgrad.hooks import Hooks, batch_size
 from natgrad.layers import Block, Observed
@@ -59,17 +63,22 @@ class Call:
 
 @dataclass(kw_only=True)
 class Captured:
-    """The raw sums of a step, by statistic name, with what they are divided by."""
+    """The raw sums of a step, by statistic name, with what they are divided by.
+
+    ``step_terms`` are those of the whole step's loss, if a user has given them.
+    """
 
     sums: dict[str, Tensor] = field(default_factory=lambda: {})
     calls: dict[str, int] = field(default_factory=lambda: {})
     positions: dict[str, int] = field(default_factory=lambda: {})
     terms: dict[str, dict[int, int]] = field(default_factory=lambda: {})
+    step_terms: int | None = None
 
     @property
     def forwards(self) -> int:
-        """How many micro-batches there were."""
-        return len({f for terms in self.terms.values() for f in terms})
+        """How many micro-batches the loss was divided by."""
+        seen = {f for terms in self.terms.values() for f in terms}
+        return min(len(seen), 1) if self.step_terms else len(seen)
 
     def count(self, name: str) -> int:
         """How many terms a statistic's mean is over, on this rank.
@@ -80,6 +89,8 @@ class Captured:
         block, _, kind = name.rpartition("/")
         if kind in POSITION_KINDS:
             return self.positions.get(name, 0)
+        if self.step_terms and self.forwards:
+            return self.step_terms
         return sum(self.terms.get(block, self.terms.get("", {})).values())
 
 
@@ -122,12 +133,11 @@ class Capture:
         self._forward = 0
         self._expected = 0
         self._backward = -1
+        self._learned = False
         self._batch = 0
         self._terms: int | None = None
         self._terms_used = False
-        self._sentinel: nn.Parameter | None = None
-        self._sentinel_hook: RemovableHandle | None = None
-        self._sentinel_version: int | None = None
+        self._sentinel = Sentinel()
         self._captured = Captured()
         self.meter = meter or Meter(torch.device("cpu"))
         self._hooks = Hooks(model, blocks, self._begin_forward, self._after_forward)
@@ -150,14 +160,20 @@ class Capture:
     def take(self) -> Captured:
         """What was captured since the last `take`, which begins anew."""
         captured, self._captured = self._captured, Captured()
-        self._watch(None)
+        self._sentinel.watch(None)
         self._terms, self._batch = None, 0
         return captured
 
-    def set_loss_terms(self, terms: int) -> None:
-        """Say how many terms the coming loss averages over (masked tokens)."""
+    def set_loss_terms(self, terms: int, whole_step: bool = False) -> None:
+        """Say how many terms the coming loss averages over, or all of the step's."""
         require_count("terms", terms)
+        if whole_step and self._captured.terms:
+            raise RuntimeError(
+                "The terms of a whole step must be given before the first backward of "
+                "the step."
+            )
         self._terms, self._terms_used = terms, False
+        self._captured.step_terms = terms if whole_step else None
 
     @contextmanager
     def sampling(self) -> Generator[None]:
@@ -178,49 +194,32 @@ class Capture:
             return
         if self.on_forward is not None:
             self.on_forward()
+        self._count_forward(batch_size((args, kwargs)))
+
+    def _count_forward(self, batch: int) -> None:
         # Inside a backward this is a recomputed forward (activation checkpointing),
         # while gradients are still arriving.
-        if _backward_id() == -1:
+        if backward_id() == -1:
             self._drop_if_cleared()
         self._forward += 1
+        self._learned = False
         self._loss_scale = None
-        self._batch = batch_size((args, kwargs))
+        self._batch = batch
 
     def _drop_if_cleared(self) -> None:
         """Forget a step that was skipped (an AMP overflow, say).
 
         The statistics live as long as the gradients they belong to.
         """
-        if not self._gradients_cleared():
+        if not self._sentinel.is_cleared():
             return
         coming = None if self._terms_used else self._terms
+        whole = coming is not None and self._captured.step_terms is not None
         self.take()
         self._terms = coming
+        self._captured.step_terms = coming if whole else None
         if self.on_abandon is not None:
             self.on_abandon()
-
-    def _watch(self, p: nn.Parameter | None) -> None:
-        """Take the gradient of ``p`` as a sign that the step's gradients are kept."""
-        if self._sentinel_hook is not None:
-            self._sentinel_hook.remove()
-        self._sentinel, self._sentinel_hook, self._sentinel_version = p, None, None
-        if p is not None:
-            self._sentinel_hook = p.register_post_accumulate_grad_hook(self._note)
-
-    def _note(self, p: Tensor) -> None:
-        self._sentinel_version = -1 if p.grad is None else p.grad._version
-
-    def _gradients_cleared(self) -> bool:
-        # Before it has arrived, a gradient cannot have been cleared: a backward within
-        # a backward (activation checkpointing) may ask.
-        if self._sentinel is None or self._sentinel_version is None:
-            return False
-        grad = self._sentinel.grad
-        if grad is None:
-            return True
-        # A zero_grad(set_to_none=False) writes; only after a write is it worth the
-        # synchronisation to look at the values.
-        return grad._version != self._sentinel_version and not bool(grad.any())
 
     def _after_forward(
         self,
@@ -234,6 +233,8 @@ class Capture:
             return
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
+        if self._learned and backward_id() == -1:  # called without the model's forward
+            self._count_forward(0)
         specs = block.spec.statistics
         want = tuple(s.kind for s in specs if s.name in self.due)
         if not want or not block.is_trained:
@@ -281,21 +282,26 @@ class Capture:
         terms = self._loss_terms(block, output)
 
         def count(_: Tensor) -> None:
-            if self._counts():
+            if self._counts(block):
                 self._begin_backward()
                 known = self._captured.terms.setdefault("", {})
                 known.setdefault(forward, self._terms or terms)
 
         output.register_hook(count)
 
-    def _counts(self) -> bool:
+    def _counts(self, block: Block) -> bool:
         """Whether the backward that runs now is one to learn from."""
-        return self._sampling == self._sampled and not torch.is_grad_enabled()
+        if self._sampling != self._sampled or torch.is_grad_enabled():
+            return False
+        if self._sampling or not block.is_trained:
+            return True
+        return accumulates(block.parameters[0])
 
     def _begin_backward(self) -> None:
         """Gradients may have been cleared after the forward as well."""
-        if self._backward != _backward_id():
-            self._backward = _backward_id()
+        self._learned = True
+        if self._backward != backward_id():
+            self._backward = backward_id()
             self._drop_if_cleared()
 
     def _loss_terms(self, block: Block, output: Tensor) -> int:
@@ -304,7 +310,7 @@ class Capture:
         return self._batch or len(output)
 
     def _after_backward(self, call: Call, g: Tensor) -> None:
-        if call.done or not self._counts():
+        if call.done or not self._counts(call.block):
             return
         self._begin_backward()
         assert call.block.kind is not None
@@ -353,8 +359,8 @@ class Capture:
         per = call.block.name if self._loss == "tokens" else ""
         into.terms.setdefault(per, {})[call.forward] = self._terms or call.terms
         self._terms_used = True
-        if self._sentinel is None:
-            self._watch(call.block.parameters[0])
+        if not self._sentinel.is_set:
+            self._sentinel.watch(call.block.parameters[0])
         for kind, moment in moments.items():
             name = f"{call.block.name}/{kind}"
             self.fired.add(name)
@@ -375,8 +381,3 @@ def _features(block: Block) -> int:
     if block.is_norm:
         return block.parameters[0].numel()
     return block.spec.stack * block.spec.rows
-
-
-def _backward_id() -> int:
-    """The number of the backward that runs now; -1 outside of one."""
-    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]

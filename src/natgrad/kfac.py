@@ -197,6 +197,7 @@ class KFAC(Inspectable):
             return
         with engine.attempt():
             captured, sums = engine.reduce_statistics()
+            unit = self._gradient_scale()
             gradients = engine.reduce_gradients()
             verdict = engine.agree(captured)
             if not verdict.finite:
@@ -204,23 +205,32 @@ class KFAC(Inspectable):
                 return
             engine.refresh(sums, verdict)
             gradients = engine.worked_on(gradients, verdict.present)
+            if unit is not None:
+                gradients = {name: g / unit for name, g in gradients.items()}
             updates = engine.precondition(gradients, gradients)
             updates = layer_trust(engine, updates)
-            scale = kl_trust(engine, gradients, updates, self._learning_rate())
+            clip = kl_trust(engine, gradients, updates, self._learning_rate())
             shared = engine.share(updates, verdict.present)
-            self._write_gradients(updates | shared, scale)
+            self._write_gradients(updates | shared, clip, unit)
             engine.end()
 
+    def _gradient_scale(self) -> Tensor | None:
+        """What gradients are still multiplied by: fused optimizers divide it out.
+
+        Its `GradScaler` leaves that to such an optimizer, inside its step.
+        """
+        return getattr(self.optimizer, "grad_scale", None)
+
     def _write_gradients(
-        self, updates: dict[str, Tensor], scale: Tensor | None
+        self, updates: dict[str, Tensor], clip: Tensor | None, unit: Tensor | None
     ) -> None:
-        """Put updates into ``.grad``; plain blocks are not clipped."""
+        """Put updates into ``.grad``, in its unit; plain blocks are not clipped."""
         for name, update in updates.items():
             block = self.engine.block[name]
             if block.kind is not None:
-                block.write_gradient(update, scale)
+                block.write_gradient(update, _product(clip, unit))
             elif self.engine.own_gradients or self.engine.config.rest != "plain":
-                block.write_gradient(update)
+                block.write_gradient(update, unit)
 
     def _learning_rate(self) -> float:
         """For the KL clip."""
@@ -234,3 +244,7 @@ class KFAC(Inspectable):
             handle.remove()
         self._handles.clear()
         self.engine.close()
+
+
+def _product(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return y if x is None else x if y is None else x * y

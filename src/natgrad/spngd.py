@@ -34,9 +34,9 @@ class SPNGD(Inspectable, Optimizer):
 
     ``w <- w - lr (F + damping I)^-1 gradient + momentum v``, where v is the last change
     of w (eq. 23). Parameters without a block follow the same rule with their plain
-    gradient. On several ranks it reduces gradients itself, to the ranks that need them;
-    a module wrapped in `DistributedDataParallel` works too, but has every rank get
-    every gradient. ::
+    gradient. On several ranks it reduces gradients itself, to the ranks that need them,
+    and all ranks begin with the parameters and buffers of rank 0; a module wrapped in
+    `DistributedDataParallel` works too, but has every rank get every gradient. ::
 
         optimizer = natgrad.SPNGD(model, lr=0.02, momentum=0.9, damping=1e-3)
 
@@ -182,9 +182,10 @@ class SPNGD(Inspectable, Optimizer):
             updates = engine.precondition(directions, gradients)
             updates = self._trusted(directions, updates)
             mine = [engine.block[name] for name in updates]
+            before = self._before(mine)
             with engine.meter("update"):
                 self._update(mine, updates)
-            self._share_weights(mine, verdict.present)
+            self._share_weights(mine, verdict.present, before)
             self._forget_foreign_velocity()
             engine.end()
         return value
@@ -289,28 +290,50 @@ class SPNGD(Inspectable, Optimizer):
                     self._velocity(p)
 
     def _rescale(self, blocks: list[Block]) -> None:
-        """eq. 24; the rescaling is part of the last change of w."""
+        """eq. 24; the rescaling is part of the last change of w, if that is kept."""
         weights: list[Tensor] = [b.parameters[0].detach() for b in blocks]
         if not weights:
             return
-        before = [w.clone() for w in weights]
+        before = [w.clone() for w in weights] if self.average == "update" else []
         factors = [
             rescale_factor(norm, b.spec.stack * b.spec.rows)
             for b, norm in zip(blocks, foreach.norms(weights), strict=True)
         ]
         foreach.multiply_(weights, factors)
-        velocity = [self._velocity(b.parameters[0]) for b in blocks]
-        foreach.add_(velocity, foreach.subtract(weights, before))
+        if before:
+            velocity = [self._velocity(b.parameters[0]) for b in blocks]
+            foreach.add_(velocity, foreach.subtract(weights, before))
 
-    def _share_weights(self, mine: list[Block], present: frozenset[str]) -> None:
-        """Stage 5: every rank gets the weights that another rank has updated."""
-        if self.engine.comm.world == 1:
+    def _before(self, mine: list[Block]) -> dict[int, Tensor] | None:
+        """The weights that this rank will change, if only changes are to be shared."""
+        engine = self.engine
+        wire = engine.comm.options.wire_dtype("share_updates", engine.like.dtype)
+        if engine.comm.world == 1 or wire == engine.like.dtype:
+            return None
+        return {id(p): p.clone() for b in mine for p in b.parameters}
+
+    def _share_weights(
+        self,
+        mine: list[Block],
+        present: frozenset[str],
+        before: dict[int, Tensor] | None,
+    ) -> None:
+        """Stage 5: every rank gets the weights that another rank has updated.
+
+        In half precision their changes instead, which all ranks add, rounded alike: a
+        rounded weight would swallow the changes that are smaller than its last bit.
+        """
+        engine = self.engine
+        if engine.comm.world == 1:
             return
-        weights = {b.name: b.fold(list(b.parameters)) for b in mine}
-        for name, stack in self.engine.share(weights, present).items():
-            block = self.engine.block[name]
+        shared = {b.name: b.fold(list(b.parameters)) for b in mine}
+        for b in mine if before is not None else ():
+            old = b.fold([before[id(p)] for p in b.parameters])
+            shared[b.name] = shared[b.name] - old
+        for name, stack in engine.share(shared, present).items():
+            block = engine.block[name]
             for p, x in zip(block.parameters, block.unfold(stack), strict=True):
-                p.copy_(x)
+                p.copy_(x if before is None else before.get(id(p), p) + x)
 
     def gather(self) -> None:
         """Collective: put all statistics and momentum on every rank.

@@ -124,12 +124,18 @@ class Inspectable:
             "failures": {s.spec.name: s.failures for s in states if s.failures},
         }
 
-    def set_loss_terms(self, terms: int) -> None:
+    def set_loss_terms(self, terms: int, *, whole_step: bool = False) -> None:
         """Say over how many terms the coming loss is a mean, if that is not the batch.
 
         For example the number of tokens that are not masked. Holds for one step.
+
+        Args:
+            terms: how many, on this rank.
+            whole_step: they are those of all the step's micro-batches and forwards
+                together, whatever was divided by what: a Siamese network's pairs, or
+                tokens summed over micro-batches. Call it before the first backward.
         """
-        self.engine.capture.set_loss_terms(terms)
+        self.engine.capture.set_loss_terms(terms, whole_step)
 
     def sampled_backward(
         self,
