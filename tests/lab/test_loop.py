@@ -172,6 +172,25 @@ def test_text_trains_with_token_means(tmp_path: Path) -> None:
     assert start(tmp_path / "run", settings).train().reason == "done"
 
 
+def test_text_of_a_folder_is_trained_on_and_named(tmp_path: Path) -> None:
+    folder = tmp_path / "poems"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text("roses are red, violets are blue\n" * 200)
+    settings = config(
+        steps=2,
+        batch=4,
+        log_every=1,
+        model=ModelConfig(name="gpt", width=16),
+        data=DataConfig(name="text", folder=folder),
+        optimizer=KFAC,
+    )
+    trainer = start(tmp_path / "run", settings)
+    assert trainer.model.get_parameter("tokens.weight").shape[0] < 30
+    trainer.train()
+    assert runs.data_note(runs.load(tmp_path / "run")) == "text of poems (2 files)"
+
+
 def test_a_model_without_that_setting_is_named(tmp_path: Path) -> None:
     settings = config(model=ModelConfig(name="mlp", width=3))
     with pytest.raises(UserError, match="Cannot build model mlp on digits"):

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from natgrad_lab.errors import UserError
-from natgrad_lab.report.curves import draw
+from natgrad_lab.report.curves import draw, title
 from natgrad_lab.report.summary import Reached, summarise
 from natgrad_lab.report.table import run_table
 from natgrad_lab.train import run as runs
@@ -59,6 +60,28 @@ def test_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert cells["s to 90 %"] == ["2.0", "-"]
     assert cells["best %"] == ["91.00", "50.00"]
     assert cells["ending"] == ["done", "unfinished"]
+
+
+def test_what_the_data_are_stands_beside_the_accuracy(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "one", [50.0])
+    two = write_run(tmp_path / "two", [60.0])
+    runs.note_data(runs.load(one), "CIFAR-10 (JPEG)")
+    summaries = [summarise(one), summarise(two)]
+    cells = {str(c.header): list(c.cells) for c in run_table(summaries).columns}
+    assert cells["data"] == ["CIFAR-10 (JPEG)", "digits"]  # a run without: the name
+    assert title(summaries) == "CIFAR-10 (JPEG), digits"
+    assert title(summaries[:1] * 2) == "CIFAR-10 (JPEG)"
+
+
+def test_the_figures_title_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(Figure, "suptitle", lambda _, text, **__: titles.append(text))
+    folder = write_run(tmp_path / "a", [50.0])
+    runs.note_data(runs.load(folder), "CIFAR-10 (JPEG)")
+    draw([summarise(folder)], tmp_path / "figure.png")
+    assert titles == ["CIFAR-10 (JPEG)"]
 
 
 def test_the_figure_is_a_png(tmp_path: Path) -> None:

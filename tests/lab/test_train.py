@@ -47,6 +47,8 @@ from natgrad_lab.train.schedules import make_damping, make_refresh, make_schedul
         (ScheduleConfig, {"start": 3.0, "end": 2.0}, r"schedule\.end=2\.0"),
         (ScheduleConfig, {"couple_momentum": True}, r"couple_momentum=True"),
         (DataConfig, {"label_smoothing": 1.0}, r"data\.label_smoothing=1\.0"),
+        (DataConfig, {"folder": Path("x")}, r"data\.folder=.*unless data.name is text"),
+        (DataConfig, {"name": "text", "mixup": 0.4}, r"data\.mixup=0\.4"),
         (ModelConfig, {"width": 0}, r"model\.width=0"),
     ],
 )
@@ -155,6 +157,34 @@ def test_settings_survive_the_folder(tmp_path: Path) -> None:
     assert loaded.name == "name"
     versions = json.loads((tmp_path / "run" / "versions.json").read_text())
     assert versions["packages"]["torch"].startswith(torch.__version__.split("+")[0])
+
+
+def test_what_the_data_are_is_kept_with_the_versions(tmp_path: Path) -> None:
+    run = runs.create(tmp_path, "name", TrainConfig())
+    assert runs.data_note(run) == "digits"
+    runs.note_data(run, "digits (scikit-learn)")
+    assert runs.data_note(run) == "digits (scikit-learn)"
+    versions = json.loads((tmp_path / "versions.json").read_text())
+    assert versions["data"] == "digits (scikit-learn)"
+    assert versions["packages"]["torch"]
+    (tmp_path / "versions.json").write_text("{")
+    assert runs.data_note(run) == "digits"
+
+
+def test_a_folder_of_text_is_a_setting(tmp_path: Path) -> None:
+    asked = TrainConfig(data=DataConfig(name="text", folder=tmp_path))
+    runs.create(tmp_path / "run", "name", asked)
+    assert runs.load(tmp_path / "run").config == asked
+    assert asked.data.options == {"folder": tmp_path}
+    assert DataConfig(name="text").options == {}
+
+
+def test_an_unset_folder_leaves_the_settings_as_they_were() -> None:
+    # studies know a trial by the hash of these: a new setting must not change it
+    settings = runs.plain(TrainConfig())
+    assert "folder" not in settings["data"]
+    assert settings["data"]["root"] is None
+    assert runs.from_plain(TrainConfig, settings) == TrainConfig()
 
 
 def test_a_folder_is_never_used_twice(tmp_path: Path) -> None:

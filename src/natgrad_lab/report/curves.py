@@ -26,9 +26,15 @@ def draw(
         for axis in axes[0]:
             axis.axhline(target, color="0.6", linewidth=0.8, linestyle=":")
     _labels(axes)
+    figure.suptitle(title(summaries), fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return path
+
+
+def title(summaries: Sequence[Summary]) -> str:
+    """What the runs were trained and tested on."""
+    return ", ".join(dict.fromkeys(each.data for each in summaries))
 
 
 def _line(

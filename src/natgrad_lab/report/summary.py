@@ -27,6 +27,7 @@ class Summary:
     name: str
     folder: Path
     label: str
+    data: str
     batch: int
     best: float | None
     last: float | None
@@ -60,6 +61,7 @@ def summarise(folder: Path, targets: Sequence[float] = ()) -> Summary:
         name=folder.name,
         folder=folder,
         label=run.config.optimizer.label,
+        data=runs.data_note(run),
         batch=run.config.batch,
         best=max(accuracies, default=None),
         last=accuracies[-1] if accuracies else None,

@@ -14,7 +14,7 @@ def run_table(
     """A row a run: best accuracy, cost, steps and seconds to each target."""
     targets = sorted({target for each in summaries for target in each.reached})
     table = Table()
-    for title in ("run", "method"):
+    for title in ("run", "method", "data"):
         table.add_column(title, overflow="fold")
     for title in ("batch", "steps", "ms/step", "best %", "last %"):
         table.add_column(title, justify="right")
@@ -32,6 +32,7 @@ def run_table(
 def _cells(summary: Summary, targets: Sequence[float]) -> list[str]:
     cells = [
         summary.label,
+        summary.data,
         str(summary.batch),
         str(summary.steps),
         f"{summary.milliseconds:.1f}",

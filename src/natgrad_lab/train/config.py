@@ -12,6 +12,9 @@ OptimizerName = Literal["sgd", "adamw", "spngd", "polar", "muon", "soap", "shamp
 TRUSTED = ("sgd", "adamw", "muon", "soap")
 ScheduleKind = Literal["constant", "steps", "polynomial", "cosine"]
 RefreshKind = Literal["every", "adaptive", "staircase", "late", "budget"]
+LATER = {"later": True}
+"""Metadata of a setting that came later. `run.plain` leaves it out while it has its
+default, so that a study's hashes of older configurations stay what they were."""
 
 
 def require(ok: bool, name: str, value: Any, legal: str) -> None:
@@ -44,20 +47,33 @@ class DataConfig:
     """Data set name: digits, cifar10, fashion_mnist, imagenet, text."""
     root: Path | None = None
     """Folder of all data sets. None: $NATGRAD_DATA, or the user's cache."""
+    folder: Path | None = field(default=None, metadata=LATER)
+    """text: folder of text files (.txt, .md, .py, .rst, at any depth). None: the folder
+    text in the root, or without one the sources of Python's standard library."""
     augment: bool = True
     """Random crops and flips, where the data set has them."""
     mixup: float = 0.0
-    """alpha of running mixup (000 eq. 9-12); 0 turns it off."""
+    """alpha of running mixup (000 eq. 9-12); 0 turns it off. A process keeps its share
+    of the last batch in memory, all forwards of it."""
     erasing: float = 0.0
     """Probability that a zero rectangle is put on an image (000 section 4.1)."""
     label_smoothing: float = 0.0
     """Share of the label spread evenly over all classes."""
 
     def __post_init__(self) -> None:
+        text = self.name == "text"
         require(self.mixup >= 0, "data.mixup", self.mixup, ">= 0")
+        require(not (text and self.mixup), "data.mixup", self.mixup, "0 for text")
+        legal = "none unless data.name is text"
+        require(text or self.folder is None, "data.folder", self.folder, legal)
         require(0 <= self.erasing <= 1, "data.erasing", self.erasing, "in [0, 1]")
         smoothing = self.label_smoothing
         require(0 <= smoothing < 1, "data.label_smoothing", smoothing, "in [0, 1)")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `natgrad_lab.data.load` is given beside name and root."""
+        return {} if self.folder is None else {"folder": self.folder}
 
 
 @dataclass(frozen=True, kw_only=True)

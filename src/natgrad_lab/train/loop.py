@@ -23,7 +23,7 @@ from natgrad_lab.train.metrics import Clock, MetricsWriter, waiting_share
 from natgrad_lab.train.processes import World, is_connection
 from natgrad_lab.train.progress import Bar
 from natgrad_lab.train.refreshes import RefreshLog
-from natgrad_lab.train.run import Run
+from natgrad_lab.train.run import Run, note_data
 from natgrad_lab.train.schedules import make_scheduler
 from natgrad_lab.train.signals import StopRequest, stop_request
 from natgrad_lab.train.tree import Rows
@@ -60,7 +60,9 @@ class Trainer:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         self.micro, self.forwards = self.config.accumulation(world.size)
-        dataset = data.load(self.config.data.name, self.config.data.root)
+        asked = self.config.data
+        dataset = data.load(asked.name, asked.root, **asked.options)
+        self._data_note = dataset.note
         torch.manual_seed(self.config.seed)
         self.model, layout = self._build_model(dataset)
         self.feed = Feed(
@@ -305,6 +307,7 @@ class Trainer:
     @contextmanager
     def _writing(self) -> Generator[None]:
         if self.world.main:
+            note_data(self.run, self._data_note)
             board = self.config.tensorboard
             self._metrics = MetricsWriter(self.run.folder, tensorboard=board)
         try:

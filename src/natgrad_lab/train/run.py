@@ -1,4 +1,7 @@
-"""A run is a folder: config.json, versions.json, metrics.jsonl, checkpoints, curves."""
+"""A run is a folder: config.json, versions.json, metrics.jsonl, checkpoints, curves.
+
+versions.json has what the run depends on beside its settings, and what its data are.
+"""
 
 import dataclasses
 import json
@@ -72,13 +75,9 @@ def choose_folder(name: str, out: Path | None) -> Path:
 
 def launched_here(folder: Path) -> bool:
     """Whether a folder holds a run that an earlier start of this launch has made."""
-    path = folder / "versions.json"
-    if not (launch() and path.is_file() and (folder / "config.json").is_file()):
+    if not (launch() and (folder / "config.json").is_file()):
         return False
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("launch") == launch()
-    except ValueError:
-        return False
+    return _read_versions(folder).get("launch") == launch()
 
 
 def create(folder: Path, name: str, config: TrainConfig) -> Run:
@@ -106,6 +105,18 @@ def load(folder: Path) -> Run:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     return Run(folder=folder, name=settings["recipe"], config=config)
+
+
+def note_data(run: Run, note: str) -> None:
+    """Write down what a run's data really are (`Dataset.note`)."""
+    kept = _read_versions(run.folder)
+    if kept.get("data") != note:
+        _write_json(run.folder / "versions.json", {**kept, "data": note})
+
+
+def data_note(run: Run) -> str:
+    """What to call a run's data beside its results; without a note, their name."""
+    return _read_versions(run.folder).get("data") or run.config.data.name
 
 
 def versions() -> dict[str, Any]:
@@ -138,11 +149,16 @@ def git_state() -> dict[str, Any] | None:
 def plain(value: Any) -> Any:
     """A config as JSON types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {each.name: plain(getattr(value, each.name)) for each in fields}
+        pairs = [(x, getattr(value, x.name)) for x in dataclasses.fields(value)]
+        return {x.name: plain(item) for x, item in pairs if not _left_out(x, item)}
     if isinstance(value, Path):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
+
+
+def _left_out(field: dataclasses.Field[Any], value: Any) -> bool:
+    """See `config.LATER`."""
+    return bool(field.metadata.get("later")) and value == field.default
 
 
 def from_plain(kind: Any, value: Any) -> Any:
@@ -178,6 +194,14 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _read_versions(folder: Path) -> dict[str, Any]:
+    """versions.json, or nothing where it is missing or damaged."""
+    try:
+        return json.loads((folder / "versions.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def _write_json(path: Path, content: Any) -> None:
