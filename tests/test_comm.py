@@ -505,6 +505,66 @@ def test_group_within_the_world() -> None:
     run_world(4, in_subgroup)
 
 
+def two_groups(rank: int) -> list[tuple[str, str, float]]:
+    """In one group a rank fails; in the other the second is only late."""
+    import torch.distributed as dist
+
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine, place = rank // 2, rank % 2
+    options = CommOptions(timeout=TIMEOUT)
+    plan = small_plan(2, "spngd")
+    for _ in range(1 + mine):  # not as many in both
+        comm = Communicator(plan, options, groups[mine])
+    whole = Communicator(small_plan(4, "spngd"), options)
+    if rank == 3:
+        comm.fail(KeyError("lost"))
+    if place == 1:
+        time.sleep(4)
+    errors = [("", "", 0.0)]
+    if mine == 0:
+        errors = [error_of(lambda: comm.agree(torch.ones(1)))]
+    if rank == 3:
+        whole.fail(KeyError("found"))
+        time.sleep(8)
+        return errors
+    return [*errors, error_of(lambda: whole.agree(torch.ones(1)))]
+
+
+@pytest.mark.processes
+def test_groups_do_not_hear_of_each_others_failures() -> None:
+    results = run_world(4, two_groups)
+    for rank in (0, 1):
+        assert results[rank][0][0] == "", results[rank]
+    for rank in (0, 1, 2):
+        kind, message, _ = results[rank][1]
+        assert kind == CommError.__name__
+        assert "Rank 3 failed: KeyError: 'found'" in message
+
+
+def groups_open() -> int:
+    from torch.distributed import distributed_c10d
+
+    return len(distributed_c10d._world.pg_map)
+
+
+def open_and_close(rank: int) -> list[int]:
+    counts = [groups_open()]
+    for strategy in ("spngd", "factor_wise"):
+        comm = Communicator(small_plan(world_of(), strategy), CommOptions())
+        run(comm, "reduce_statistics", torch.float32)
+        comm.begin("reduce_statistics", ["fc/A"], torch.float32)  # never finished
+        comm.close()
+        comm.close()
+        counts.append(groups_open())
+    disagree(rank, "plans")
+    return [*counts, groups_open()]
+
+
+@pytest.mark.processes
+def test_closing_leaves_no_process_group() -> None:
+    assert run_world(2, open_and_close) == [[1] * 4] * 2
+
+
 # -- the helper -----------------------------------------------------------------------
 
 

@@ -112,3 +112,104 @@ def test_only_the_gradients_at_the_step_count() -> None:
         for name, (got, wanted, late) in result.items():
             assert torch.equal(got, wanted), name
             assert torch.equal(late, wanted), name
+
+
+# -- weights that are alike on all ranks ----------------------------------------------
+
+
+class Odd(nn.Module):
+    """Buffers of several dtypes, a frozen parameter, and weights in half precision."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        self.narrow = nn.Parameter(torch.randn(3).bfloat16())
+        self.frozen = nn.Parameter(torch.randn(5).double(), requires_grad=False)
+        self.register_buffer("flag", torch.tensor([rank == 0, True, rank == 1]))
+        self.register_buffer("count", torch.tensor(rank), persistent=False)
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.narrow
+
+
+def start(rank: int, method: str, bucket_bytes: int) -> list[Tensor]:
+    model, options = Odd(rank), {"comm": CommOptions(bucket_bytes=bucket_bytes)}
+    if method == "spngd":
+        natural: Any = spngd(model, **options)
+    else:
+        natural = natgrad.KFAC(model, lr=0.1, **options)
+    natural.close()
+    return [x.detach() for x in (*model.parameters(), *model.buffers())]
+
+
+def starts(rank: int) -> dict[tuple[str, int], list[Tensor]]:
+    kinds = [("spngd", 1), ("spngd", 100), ("kfac", 2**20)]
+    return {kind: start(rank, *kind) for kind in kinds}
+
+
+def test_all_ranks_begin_with_the_weights_of_the_first() -> None:
+    model = Odd(0)
+    first = [x.detach() for x in (*model.parameters(), *model.buffers())]
+    for result in run_world(2, starts):
+        for kind, tensors in result.items():
+            for x, wanted in zip(tensors, first, strict=True):
+                assert x.dtype == wanted.dtype
+                assert torch.equal(x, wanted), kind
+
+
+def other_buffers(rank: int) -> str:
+    model = net()
+    model.register_buffer("odd", torch.zeros(2 + rank))
+    try:
+        spngd(model)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_buffers_of_other_shapes_raise_on_all_ranks() -> None:
+    for message in run_world(2, other_buffers):
+        assert "different parameters or buffers" in message
+
+
+# -- half precision -------------------------------------------------------------------
+
+
+def small_steps(rank: int, options: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
+    """Weights before and after small steps, and the bytes that weights took."""
+    model = net().float()
+    before = flat(model)
+    optimizer = spngd(model, lr=1e-5, momentum=0.5, damping=1.0, **options)
+    for batch in range(4):
+        optimizer.zero_grad()
+        backward(model, rank, batch)
+        optimizer.step()
+    moved = optimizer.traffic()["step"]["share_updates"]
+    optimizer.close()
+    return before, flat(model), moved["sent"] + moved["received"]
+
+
+def in_both(rank: int) -> dict[Any, tuple[Tensor, Tensor, int]]:
+    return {
+        (strategy, precision): small_steps(
+            rank, {"strategy": strategy, "comm": CommOptions(precision=precision)}
+        )
+        for strategy in ("spngd", "hybrid(0.5)")
+        for precision in (None, torch.bfloat16, torch.float16)
+    }
+
+
+def test_small_changes_survive_half_precision() -> None:
+    first, second = run_world(2, in_both)
+    for (strategy, precision), (before, whole, size) in first.items():
+        assert torch.equal(whole, second[strategy, precision][1])
+        if precision is not None:
+            _, exact, full = first[strategy, None]
+            # a weight near 0.3 in bfloat16 is off by more than it moves here, and
+            # float16 ends at 6e-8
+            error = (whole - exact).norm() / (exact - before).norm()
+            limit = 0.01 if precision == torch.bfloat16 else 0.1
+            assert error < limit, (strategy, precision)
+            assert size == full // 2

@@ -10,21 +10,21 @@ Buckets and their order are in `flight`, the naming of lost ranks in `pulse`.
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import socket
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from natgrad.comm_options import CommOptions
 from natgrad.flight import Flight, Stage
 from natgrad.plan import EXCHANGES, Plan
 from natgrad.plan.buckets import Bucket, make_buckets
@@ -37,61 +37,12 @@ Key = tuple[str, Ranks]
 
 # Sums come back to a node while the next bucket's go up: each way has its own order.
 DOWN = " down"
-HALF = (torch.float16, torch.bfloat16)
 
-_serial = itertools.count()
+_made: Counter[Ranks] = Counter()
 
 
 class CommError(RuntimeError):
     """An exchange failed. The message names the ranks that are gone, if any."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommOptions:
-    """How exchanges run. The result does not depend on it, except for precision.
-
-    Attributes:
-        bucket_bytes: Items are sent together up to this size.
-        overlap: Whether full buckets leave at once or all wait for ``finish``.
-        precision: None, torch.float16 or torch.bfloat16: what ``half`` is sent in.
-        half: The exchanges sent in ``precision``; SP-NGD halves its all-gather only.
-        hierarchical: Reduce within hosts, then between them. "auto" does so when
-            there are several hosts with the same number of ranks, more than one.
-        timeout: Seconds after which a collective that waits for a rank fails.
-    """
-
-    bucket_bytes: int = 25 * 2**20
-    overlap: bool = True
-    precision: torch.dtype | None = None
-    half: tuple[str, ...] = ("share_inverses", "share_updates")
-    hierarchical: bool | str = "auto"
-    timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ValueError(f"Invalid bucket_bytes={self.bucket_bytes}. Must be >= 1.")
-        if self.precision not in (None, *HALF):
-            legal = (None, *HALF)
-            raise ValueError(f"Invalid precision={self.precision}. Must be in {legal}.")
-        if not set(self.half) <= set(EXCHANGES):
-            raise ValueError(f"Invalid half={self.half}. Must be among {EXCHANGES}.")
-        reduced = [name for name in self.half if name.startswith("reduce")]
-        if self.precision == torch.float16 and reduced:
-            raise ValueError(
-                f"Invalid half={self.half} with float16, whose range sums exceed. "
-                "Must be shares only, or precision=torch.bfloat16."
-            )
-        if self.hierarchical not in ("auto", True, False):
-            raise ValueError(
-                f"Invalid hierarchical={self.hierarchical!r}. "
-                "Must be 'auto', True or False."
-            )
-        if not self.timeout > 0:
-            raise ValueError(f"Invalid timeout={self.timeout}. Must be > 0.")
-
-    def wire_dtype(self, exchange: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which an exchange sends tensors of ``dtype``."""
-        return (self.precision or dtype) if exchange in self.half else dtype
 
 
 def world_of(group: Any = None) -> int:
@@ -113,6 +64,7 @@ def tell(mark: str, said: Any, group: Any = None) -> list[Any]:
     links = _Links(group, CommOptions.timeout)
     links.open([("control", tuple(range(world_of(group))))], backend="gloo")
     heard = links.tell((mark, said, ""))
+    links.close()
     _require_same("plans", [mark for mark, _, _ in heard])
     return [said for _, said, _ in heard]
 
@@ -143,6 +95,7 @@ class Communicator:
         self._everyone = tuple(range(self.world))
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.moved = Traffic()
+        self._broken = False
         if self.world > 1:
             self._connect(group, fingerprint, hosts)
         self._require_world()
@@ -156,17 +109,21 @@ class Communicator:
     def _connect(
         self, group: Any, fingerprint: str, hosts: Sequence[str] | None
     ) -> None:
-        self._pulse = Pulse(_store(), self.rank, self.world)
-        self._stop_pulse = weakref.finalize(self, self._pulse.stop)
         self._links = _Links(group, self.options.timeout)
+        self._pulse = Pulse(_store(self._links.globals), self.rank, self.world)
+        self._stop_pulse = weakref.finalize(self, self._pulse.stop)
         host = hosts[self.rank] if hosts else socket.gethostname()
         options = f"{fingerprint} {self.options}"
         with self.explained("construction"):
             self._links.open([("control", self._everyone)], backend="gloo")
             said = self._links.tell((self.plan.digest(), options, host))
-        _require_same("plans", [digest for digest, _, _ in said])
-        _require_same("options", [text for _, text, _ in said])
-        self._require_world()
+        try:
+            _require_same("plans", [digest for digest, _, _ in said])
+            _require_same("options", [text for _, text, _ in said])
+            self._require_world()
+        except ValueError:
+            self.close()
+            raise
         hosts = [host for _, _, host in said]
         self._nodes = nodes_of(hosts, self.options.hierarchical)
         with self.explained("construction"):
@@ -206,8 +163,10 @@ class Communicator:
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """``x`` of one rank, on all ranks; the others give a tensor to fill."""
+        # "control" is gloo's: the other's backend may not know tensors on the CPU
+        lane = "control" if x.device.type == "cpu" else "agree"
         with self.explained("broadcast"):
-            self.wait(self._links.broadcast(("agree", self._everyone), x, source), x)
+            self.wait(self._links.broadcast((lane, self._everyone), x, source), x)
         return x
 
     def largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
@@ -241,9 +200,12 @@ class Communicator:
             self._pulse.fail(error)
 
     def close(self) -> None:
-        """Stop showing signs of life. A communicator that is dropped does so too."""
+        """Stop showing signs of life, as one that is dropped does, and free groups."""
         if self.world > 1:
             self._stop_pulse()
+            # a group with a collective that never ends would hold this rank up
+            if not self._broken:
+                self._links.close()
 
     def end_step(self) -> None:
         """Close the counts of a step; ``traffic()["step"]`` is then that step's."""
@@ -278,6 +240,7 @@ class Communicator:
             with self._pulse.waiting(f"in {doing}"):
                 yield
         except RuntimeError as error:
+            self._broken = True
             verdict = self._pulse.verdict()
             raise CommError(f"{doing} failed. {verdict}\n{error}") from error
 
@@ -334,26 +297,41 @@ class _Links:
     without waiting. Ranks are those of ``group``.
     """
 
+    made_apart: ClassVar[bool] = False
+
     def __init__(self, group: Any, timeout: float) -> None:
-        self._globals = dist.get_process_group_ranks(group)
+        self.globals = tuple(dist.get_process_group_ranks(group))
         # Ranks outside of a group given by the user cannot take part in making ours.
-        self._local = group is not None
+        self._local = len(self.globals) < dist.get_world_size()
         self._timeout = timedelta(seconds=timeout)
         self._groups: dict[Key, Any] = {}
 
     def open(self, keys: Iterable[Key], backend: str | None = None) -> None:
+        _Links.made_apart |= self._local
         for lane, ranks in keys:
             self._groups[lane, ranks] = dist.new_group(
-                [self._globals[rank] for rank in ranks],
+                [self.globals[rank] for rank in ranks],
                 timeout=self._timeout,
                 backend=backend,
                 use_local_synchronization=self._local,
             )
 
+    def close(self) -> None:
+        """Destroy the groups. No rank waits for another that does it later.
+
+        Not once some were made by a part of the world: torch names those by how many
+        groups there are, so that fewer would bring back names that were used before.
+        """
+        if not _Links.made_apart:
+            for group in self._groups.values():
+                with suppress(ValueError):  # the user has destroyed all of them
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+
     def tell(self, said: Any) -> list[Any]:
         """What every rank says, on all ranks."""
-        heard: list[Any] = [None] * len(self._globals)
-        everyone = tuple(range(len(self._globals)))
+        heard: list[Any] = [None] * len(self.globals)
+        everyone = tuple(range(len(self.globals)))
         dist.all_gather_object(heard, said, group=self._groups["control", everyone])
         return heard
 
@@ -361,11 +339,11 @@ class _Links:
         return dist.all_reduce(x, op=op, group=self._groups[key], async_op=True)
 
     def reduce(self, key: Key, x: Tensor, to: int) -> Any:
-        rank = self._globals[to]
+        rank = self.globals[to]
         return dist.reduce(x, dst=rank, group=self._groups[key], async_op=True)
 
     def broadcast(self, key: Key, x: Tensor, source: int) -> Any:
-        rank = self._globals[source]
+        rank = self.globals[source]
         return dist.broadcast(x, src=rank, group=self._groups[key], async_op=True)
 
 
@@ -381,12 +359,17 @@ def _layouts(plan: Plan) -> Callable[..., tuple[tuple[Bucket, ...], ...]]:
     return layout
 
 
-def _store() -> Any:
-    """The job's store, under a prefix that is new for each communicator."""
+def _store(ranks: Ranks) -> Any:
+    """The job's store, under a prefix that is new for each communicator.
+
+    By the ranks that make it: elsewhere others may have made more of them, or fewer.
+    """
     store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     # A clone has its own connection: a wait on the other does not hold it up.
     own = store.clone() if hasattr(store, "clone") else store
-    return dist.PrefixStore(f"natgrad/{next(_serial)}", own)
+    _made[ranks] += 1
+    who = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    return dist.PrefixStore(f"natgrad/{who}/{_made[ranks]}", own)
 
 
 def _require_same(what: str, said: Sequence[str]) -> None:

@@ -3,23 +3,24 @@
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from natgrad import state as saved_state
-from natgrad.auto import AUTO, Automatic, Profile
+from natgrad.alike import make_alike
+from natgrad.auto import Profile
 from natgrad.capture import Capture, Captured
 from natgrad.checking import require_state
 from natgrad.comm import CommError, CommOptions, Communicator, world_of
-from natgrad.config import Curvature, require_choice
+from natgrad.config import Curvature
 from natgrad.diagnostics import Probe
-from natgrad.gathering import gather, release
+from natgrad.gathering import gather, part_of, release, warn_partial
 from natgrad.meter import Meter, metered
 from natgrad.outbox import GradientOutbox, StatisticsOutbox
-from natgrad.plan import PLACEMENTS, Plan, Strategy, make_plan
+from natgrad.plan import Plan, Strategy
+from natgrad.planning import Planning
 from natgrad.preconditioner import Preconditioner
 from natgrad.registration import (
     register,
@@ -56,48 +57,42 @@ class Engine:
         self.config = config
         self.skipped_steps = 0
         self.closed = False
-        self.gathered = False
+        self.gathered = self._warned = False
         self.probe: Probe | None = None
         self._reduced: list[Tensor] = []
         self.before_replan: list[Callable[[], None]] = []
         self._comm_options, self._group = comm, group
-        if not isinstance(strategy, str | Strategy):
-            raise TypeError(
-                f"Invalid strategy={strategy!r}. Must be a name, or hybrid."
-            )
-        require_choice("placement", placement, (*PLACEMENTS, "measured"))
-        self._measure = placement == "measured" and world_of(group) > 1
         self.model, ddp = unwrap(model)
         self.blocks = register(self.model, config)
         self.block = {b.name: b for b in self.blocks}
         self.like = statistics_like(self.blocks)
-        self._make_plan = partial(
-            make_plan,
-            [b.spec for b in self.blocks],
-            world=world_of(group),
+        self._planning = Planning(
+            self.model,
+            self.blocks,
+            config,
             strategy=strategy,
-            placement="longest_first" if placement == "measured" else placement,
-            gradients="ddp" if ddp else "own",
-            inverse="eigen" if config.form == "eigen" else "factored",
+            placement=placement,
+            ddp=ddp,
+            profile=profile,
+            device=self.like.device,
+            group=group,
         )
-        self.auto: Automatic | None = None
-        if strategy == AUTO:
-            plan, device = self._make_plan, self.like.device
-            self.auto = Automatic(plan, self.model, config, device, profile, group)
-            self._make_plan = self.auto.make_plan
+        self.auto = self._planning.auto
         self.own_gradients = not ddp and world_of(group) > 1
         if self.own_gradients and grad_scaler is not None:
             raise ValueError(
                 "A GradScaler skips steps on one rank alone unless gradients are "
                 "averaged before it looks: wrap the model in DistributedDataParallel."
             )
-        self.plan = self._make_plan()
+        self.plan = self._planning.plan()
         self.comm = self._connect(self.plan)
+        if self.own_gradients:
+            make_alike(self.model, self.comm)
         self.meter = Meter(self.like.device)
         self.statistics = Statistics(
             self.blocks, config, self.plan, self.comm, self.like, self.meter
         )
-        self.statistics.seconds = {} if self._measure else None
+        self.statistics.seconds = {} if self._planning.measures else None
         self.preconditioner = Preconditioner(self.statistics)
         self.moments = self.preconditioner.moments
         self.capture = Capture(
@@ -244,7 +239,7 @@ class Engine:
         self.comm.end_step()
         if self.gathered:
             self._release()
-        if self._measure:
+        if self._planning.measures:
             self._replan()
         self.begin()
 
@@ -300,19 +295,21 @@ class Engine:
         total: list[float] = self.comm.agree(mine).tolist()
         if not any(total):
             return
-        self._measure, self.statistics.seconds = False, None
         self.gather()
         for prepare in self.before_replan:
             prepare()
-        self._follow(self._make_plan(costs=dict(zip(states, total, strict=True))))
+        self._follow(self._planning.plan_by(dict(zip(states, total, strict=True))))
         self._release()
 
     def _follow(self, plan: Plan) -> None:
         """Collective, between steps: go on under another plan."""
-        self.plan = plan
+        self.plan, moved = plan, self.comm.moved
         self.comm.close()
         self.comm = self._connect(plan)
+        self.comm.moved = moved
         self.statistics.plan, self.statistics.comm = plan, self.comm
+        if not self._planning.measures:
+            self.statistics.seconds = None
         for handle in self._gradients.handles if self._gradients else ():
             handle.remove()
         self._open_outboxes()
@@ -323,33 +320,38 @@ class Engine:
         if not inside_ddp(self.model):
             return
         self.own_gradients = False
-        self._make_plan = partial(self._make_plan, gradients="ddp")
-        self._follow(self._make_plan())
+        self._follow(self._planning.plan_for_ddp())
         self.begin()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, warn: bool = True) -> dict[str, Any]:
         """Statistics, inverses and timing, as tensors and numbers.
 
-        After `gather` all of them; else, on several ranks, only this rank's part.
+        After `gather` all of them; else only this rank's part, and once a warning.
         """
         states, style = self.statistics.states.values(), self.config.damping_style
         whole = self.gathered or self.comm.world == 1
-        part = None if whole else self._part()
+        part = None if whole else part_of(self.plan, self.comm)
+        if part and warn and self.step and not self._warned:
+            self._warned = warn_partial(self.comm)
         saved = saved_state.save(states, self.step, style)
         saved |= {"form": self.config.form, "moments": self.moments.save()}
         account = self.statistics.account
         budget = None if account is None else account.state_dict()
         calls = dict(self._sums.expected)
         saved |= {"part": part, "calls": calls, "budget": budget}
-        return saved | {"skipped_steps": self.skipped_steps}
-
-    def _part(self) -> list[Any]:
-        """Whose part of the state this rank has: another plan gives it other blocks."""
-        return [self.comm.rank, self.comm.world, self.plan.digest()[:12]]
+        seconds = dict(self._planning.seconds)
+        return saved | {"skipped_steps": self.skipped_steps, "seconds": seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`: a whole one, or this rank's part."""
-        require_state(state, self, self._part())
+        """Continue from a `state_dict`: a whole one, or this rank's part.
+
+        A part whose owners were measured is collective, as they are taken over.
+        """
+        seconds = self._planning.saved_seconds(state, self.statistics.states)
+        if self.step == 0 and seconds is not None:
+            self._follow(self._planning.plan_by(seconds))
+            self.begin()
+        require_state(state, self, part_of(self.plan, self.comm))
         states, style = self.statistics.states, self.config.damping_style
         moments = self.moments.loaded(state["moments"], self.blocks)
         self.statistics.step = saved_state.load(states, state, self.like, style)

@@ -1,6 +1,10 @@
 """Every statistic on every rank: for a checkpoint, or before owners change."""
 
+import hashlib
+import json
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +48,28 @@ def gather(
             share(s.history[i] if i < len(s.history) else None, s.spec.packed)
             for i in range(history)
         ]
+
+
+def part_of(plan: Plan, comm: Communicator) -> list[Any]:
+    """Whose part of the state a rank has: its number, the world, owners and workers.
+
+    Nothing else of the plan: who averages gradients may be known only later.
+    """
+    text = json.dumps([dict(plan.owners), dict(plan.workers)], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return [comm.rank, comm.world, digest]
+
+
+def warn_partial(comm: Communicator) -> bool:
+    """Tell the rank that most often saves alone that this is not the whole state."""
+    if comm.rank == 0:
+        warnings.warn(
+            f"This state_dict has rank 0's part of the natgrad state of {comm.world} "
+            "ranks, which only rank 0 of as many can load. If not every rank saves its "
+            "own, call gather() on every rank before.",
+            stacklevel=4,
+        )
+    return True
 
 
 def parts_kept(plan: Plan, statistic: str, rank: int) -> tuple[str, ...]:

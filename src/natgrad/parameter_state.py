@@ -78,7 +78,8 @@ def spread(engine: "Engine") -> dict[int, dict[str, Any]]:
         if filed or not saved:
             saved[id(block.parameters[0])] = filed
     own = ("statistics", "moments")
-    rest = {k: v for k, v in engine.state_dict().items() if k not in own}
+    state = engine.state_dict(warn=False)  # every rank's part is asked for
+    rest = {k: v for k, v in state.items() if k not in own}
     next(iter(saved.values()))[REST] = {**rest, "part": None}
     return saved
 

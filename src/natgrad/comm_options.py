@@ -1,0 +1,57 @@
+"""How exchanges run: what a user may choose."""
+
+from dataclasses import dataclass
+
+import torch
+
+from natgrad.plan import EXCHANGES
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommOptions:
+    """How exchanges run. The result does not depend on it, except for precision.
+
+    Attributes:
+        bucket_bytes: Items are sent together up to this size.
+        overlap: Whether full buckets leave at once or all wait for ``finish``.
+        precision: None, torch.float16 or torch.bfloat16: what ``half`` is sent in.
+        half: The exchanges sent in ``precision``; SP-NGD halves its all-gather only.
+        hierarchical: Reduce within hosts, then between them. "auto" does so when
+            there are several hosts with the same number of ranks, more than one.
+        timeout: Seconds after which a collective that waits for a rank fails.
+    """
+
+    bucket_bytes: int = 25 * 2**20
+    overlap: bool = True
+    precision: torch.dtype | None = None
+    half: tuple[str, ...] = ("share_inverses", "share_updates")
+    hierarchical: bool | str = "auto"
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"Invalid bucket_bytes={self.bucket_bytes}. Must be >= 1.")
+        if self.precision not in (None, *HALF):
+            legal = (None, *HALF)
+            raise ValueError(f"Invalid precision={self.precision}. Must be in {legal}.")
+        if not set(self.half) <= set(EXCHANGES):
+            raise ValueError(f"Invalid half={self.half}. Must be among {EXCHANGES}.")
+        reduced = [name for name in self.half if name.startswith("reduce")]
+        if self.precision == torch.float16 and reduced:
+            raise ValueError(
+                f"Invalid half={self.half} with float16, whose range sums exceed. "
+                "Must be shares only, or precision=torch.bfloat16."
+            )
+        if self.hierarchical not in ("auto", True, False):
+            raise ValueError(
+                f"Invalid hierarchical={self.hierarchical!r}. "
+                "Must be 'auto', True or False."
+            )
+        if not self.timeout > 0:
+            raise ValueError(f"Invalid timeout={self.timeout}. Must be > 0.")
+
+    def wire_dtype(self, exchange: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which an exchange sends tensors of ``dtype``."""
+        return (self.precision or dtype) if exchange in self.half else dtype
