@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from natgrad_lab.study.curves import Metric
@@ -57,6 +58,22 @@ def mark_targets(axis: Any, targets: Sequence[Criterion]) -> None:
     """Dotted horizontal lines."""
     for each in targets:
         axis.axhline(each.value, color="0.5", linewidth=0.9, linestyle=":")
+
+
+def stage_legend(figure: Figure, methods: Sequence[str], stages: int) -> None:
+    """One legend under all panels: a marker a method, a colour a stage."""
+    grey: dict[str, Any] = {"color": "0.4"}
+    shown = [
+        Line2D([], [], marker=MARKERS[name], linestyle="", label=NAMES[name], **grey)
+        for name in methods
+    ]
+    shown += [
+        Line2D([], [], color=stage_color(i), label=f"target {i + 1}")
+        for i in range(stages)
+    ]
+    shown.append(Line2D([], [], linestyle=":", label="ideal", **grey))
+    place = "outside lower center"
+    figure.legend(handles=shown, loc=place, ncols=len(shown), fontsize="small")
 
 
 def legend_below(figure: Figure, axis: Any) -> None:

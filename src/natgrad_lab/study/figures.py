@@ -25,6 +25,7 @@ from natgrad_lab.study.draw import (
     metric_axis,
     panels,
     stage_color,
+    stage_legend,
 )
 from natgrad_lab.study.reading import (
     Cost,
@@ -38,6 +39,7 @@ from natgrad_lab.study.reading import (
     iterations,
     score,
     speedups,
+    wall_seconds,
 )
 from natgrad_lab.study.results import METRICS, Results
 
@@ -85,7 +87,7 @@ def iterations_to_target(results: Results) -> Figure:
             ideal = ideal_costs(costs, results.base)
             axis.plot(ideal.keys(), ideal.values(), ":", color=stage_color(stage))
         _target_axis(axis, results, metric, "iterations to target")
-    legend_below(figure, axes[0][0])
+    _stage_legend(figure, results)
     return figure
 
 
@@ -97,9 +99,9 @@ def speedup(results: Results) -> Figure:
             found = speedups(costs, results.base)
             _series(axis, found, method, color=stage_color(stage))
         ideal = [ideal_speedup(m, results.base) for m in results.batches]
-        axis.plot(results.batches, ideal, ":", color="0.3", label="ideal")
+        axis.plot(results.batches, ideal, ":", color="0.3")
         _target_axis(axis, results, metric, "speedup")
-    legend_below(figure, axes[0][0])
+    _stage_legend(figure, results)
     return figure
 
 
@@ -114,18 +116,20 @@ def trajectories_by_iteration(results: Results) -> Figure:
 
 
 def total_cost(results: Results) -> Figure:
-    """Ours: examples, processor seconds and cluster seconds to the last targets.
+    """Ours: examples, and seconds of wall, processor and cluster, to the last targets.
 
     The seconds count K-FAC's own work, which 002 leaves out.
     """
-    figure, axes = panels(len(METRICS), 3)
+    figure, axes = panels(len(METRICS), 4)
     for row, metric in zip(axes, METRICS, strict=True):
         _cost_panel(row[0], results, metric, examples, "examples to target")
-        _cost_panel(row[1], results, metric, compute_seconds, "processor seconds")
+        _cost_panel(row[1], results, metric, wall_seconds, "wall-clock seconds")
+        _cost_panel(row[2], results, metric, compute_seconds, "processor seconds")
         for method, costs in _last_stage(results, metric, iterations):
             each = results.step_cost(method).shared(results.base)
-            _series(row[2], {m: k * each for m, k in costs.items()}, method)
-        _target_axis(row[2], results, metric, f"seconds, {results.base} a worker")
+            _series(row[3], {m: k * each for m, k in costs.items()}, method)
+        label = f"cluster seconds, {results.base} a worker"
+        _target_axis(row[3], results, metric, label)
     legend_below(figure, axes[0][0])
     return figure
 
@@ -228,6 +232,11 @@ def _stages(
         for stage, criterion in enumerate(results.targets(metric))
         for method in results.methods
     ]
+
+
+def _stage_legend(figure: Figure, results: Results) -> None:
+    stages = max(len(results.targets(metric)) for metric in METRICS)
+    stage_legend(figure, results.methods, stages)
 
 
 def _last_stage(

@@ -8,46 +8,51 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from natgrad_lab.study.curves import Metric, Trial
+from natgrad_lab.study.curves import Curve, Metric, Trial
 from natgrad_lab.study.draw import NAMES, batch_color, metric_axis, panels
-from natgrad_lab.study.reading import by_batch, quantile, score, value_at
+from natgrad_lab.study.reading import by_batch, final, quantile, score, value_at
 from natgrad_lab.study.results import Results
 
 STOPS = (0.25, 0.5, 0.75, 1.0)
 """Shares of the common budget at which stopping is simulated."""
+Value = Callable[[Curve, Metric], float]
 Group = tuple[str, list[tuple[Any, list[float]]]]
 
 
 def heatmaps(results: Results) -> Figure:
-    """Figure 5: best accuracy over the grid at a small, a middle and a large batch."""
+    """Figure 5: final accuracy over the grid at a small, a middle and a large batch."""
     sizes = results.batches
     chosen = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
-    return _heatmaps(results, chosen)
+    return _heatmaps(results, chosen, final, "test accuracy at the end (%)")
 
 
 def all_heatmaps(results: Results) -> Figure:
     """Figure 9: best accuracy over the grid, for every batch size."""
-    return _heatmaps(results, results.batches)
+    return _heatmaps(results, results.batches, score, "best test accuracy (%)")
 
 
-def _heatmaps(results: Results, batches: Sequence[int]) -> Figure:
+def _heatmaps(
+    results: Results, batches: Sequence[int], value: Value, label: str
+) -> Figure:
     figure, axes = panels(len(results.methods), len(batches))
     ended = [each.curve for each in results.main() if not each.curve.diverged]
-    accuracies = [score(curve, "accuracy") for curve in ended]
+    accuracies = [value(curve, "accuracy") for curve in ended]
     limits = (min(accuracies, default=0.0), max(accuracies, default=100.0))
     image = None
     for row, method in zip(axes, results.methods, strict=True):
         for axis, batch in zip(row, batches, strict=True):
-            image = _heatmap(axis, results.of(method, batch), limits) or image
+            image = _heatmap(axis, results.of(method, batch), limits, value) or image
             axis.set_title(f"{NAMES[method]}, batch {batch}", fontsize="small")
             axis.set_ylabel("momentum" if method == "sgd" else "damping")
             axis.set_xlabel("learning rate")
     if image is not None:
-        figure.colorbar(image, ax=axes, label="best test accuracy (%)", shrink=0.8)
+        figure.colorbar(image, ax=axes, label=label, shrink=0.8)
     return figure
 
 
-def _heatmap(axis: Any, trials: Sequence[Trial], limits: tuple[float, float]) -> Any:
+def _heatmap(
+    axis: Any, trials: Sequence[Trial], limits: tuple[float, float], value: Value
+) -> Any:
     """Learning rate against the other hyperparameter; x where it diverged."""
     rates = sorted({each.point.lr for each in trials})
     others = sorted({each.point.other for each in trials})
@@ -59,7 +64,7 @@ def _heatmap(axis: Any, trials: Sequence[Trial], limits: tuple[float, float]) ->
         if each.curve.diverged:
             axis.text(column, row, "x", ha="center", va="center", color="0.4")
         else:
-            values[row, column] = score(each.curve, "accuracy")
+            values[row, column] = value(each.curve, "accuracy")
     edges = [np.arange(len(side) + 1) - 0.5 for side in (rates, others)]
     low, high = limits
     image = axis.pcolormesh(*edges, values, vmin=low, vmax=high, cmap="magma")
@@ -75,7 +80,7 @@ def robustness(results: Results, method: str) -> Figure:
     epochs, steps = results.common_epochs(), results.common_steps()
     for row, metric in zip(axes, ("accuracy", "loss"), strict=True):
         groups = by_batch(results.of(method))
-        ends = [(m, [score(x.curve, metric) for x in g]) for m, g in groups.items()]
+        ends = [(m, [final(x.curve, metric) for x in g]) for m, g in groups.items()]
         _boxes(row[0], [("end of training", ends)], results, metric)
         by_epoch = [
             (f"{share * epochs:.3g}", _stopped(groups, metric, epoch=share * epochs))
@@ -105,7 +110,7 @@ def damping_styles(results: Results) -> Figure:
             for style in results.spec.methods[method].styles(method):
                 trials = by_batch(results.of(method, style=style))
                 ends = [
-                    (m, [score(x.curve, metric) for x in g]) for m, g in trials.items()
+                    (m, [final(x.curve, metric) for x in g]) for m, g in trials.items()
                 ]
                 groups.append((f"{NAMES[method]}\n{style}", ends))
         _boxes(axis, groups, results, metric)

@@ -172,6 +172,14 @@ def score(curve: Curve, metric: Metric) -> float:
     return min(values) if metric == "loss" else max(values)
 
 
+def final(curve: Curve, metric: Metric) -> float:
+    """A curve's value at the end of training; a failure when it diverged."""
+    values = curve.values(metric)
+    if curve.diverged or not values or not math.isfinite(values[-1]):
+        return failure(metric)
+    return values[-1]
+
+
 def failure(metric: Metric) -> float:
     """What a diverged trial counts as: an infinite loss, an accuracy of 0."""
     return math.inf if metric == "loss" else 0.0

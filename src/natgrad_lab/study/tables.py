@@ -13,6 +13,7 @@ from natgrad_lab.study.reading import (
     compute_seconds,
     costs_to,
     examples,
+    final,
     good_share,
     ideal_speedup,
     quantile,
@@ -60,6 +61,7 @@ def trial_table(results: Results) -> list[Row]:
         row: Row = {"key": key, **_where(trial), "seed": trial.point.seed}
         row |= {"data": data or None, "ending": curve.ending, "attempts": attempts}
         row["best_accuracy"] = max(curve.accuracies, default=None)
+        row["final_accuracy"] = next(iter(curve.accuracies[-1:]), None)
         row["least_loss"] = min(filter(math.isfinite, curve.losses), default=None)
         row["steps"] = curve.steps[-1] if curve.steps else 0
         row["seconds"] = curve.seconds[-1] if curve.steps else 0.0
@@ -152,7 +154,7 @@ def robustness_table(results: Results) -> list[Row]:
             group = results.of(method, batch)
             if not group or criterion is None:
                 continue
-            ends = [score(each.curve, "accuracy") for each in group]
+            ends = [final(each.curve, "accuracy") for each in group]
             early = [value_at(x.curve, "accuracy", epoch=epochs) for x in group]
             few = [value_at(x.curve, "accuracy", step=steps) for x in group]
             row: Row = {"method": method, "batch": batch, "trials": len(group)}

@@ -20,6 +20,7 @@ from natgrad_lab.study.reading import (
     costs_to,
     examples,
     fewest,
+    final,
     first_met,
     good_share,
     ideal_costs,
@@ -138,6 +139,14 @@ def test_scores_of_failures() -> None:
     assert score(curve([2.0], ending="diverged"), "loss") == math.inf
     assert score(curve([2.0], ending="diverged"), "accuracy") == 0.0
     assert score(Curve(), "accuracy") == 0.0
+
+
+def test_the_end_is_not_the_best() -> None:
+    assert final(curve([2.0, 1.0, 1.5]), "loss") == 1.5
+    assert final(curve([2.0, 1.0, 1.5]), "accuracy") == 85.0
+    assert final(curve([2.0], ending="diverged"), "accuracy") == 0.0
+    assert final(curve([2.0, math.nan]), "loss") == math.inf
+    assert final(Curve(), "loss") == math.inf
 
 
 def test_one_target_a_stage_at_80_percent_of_its_gain() -> None:

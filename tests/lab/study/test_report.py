@@ -7,11 +7,14 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from matplotlib.collections import QuadMesh
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
 from tests.lab.study.made import curve, falling, made_spec, trial
@@ -112,6 +115,62 @@ def test_the_good_region_is_counted(results: Results) -> None:
     assert small["good_in_iterations"] == 0.0  # four points, and it takes ten
     assert rows["sgd", 256]["good_in_iterations"] == 0.5
     assert large["good_in_iterations"] == 0.25
+
+
+def worse_at_the_end(results: Results) -> Results:
+    """The same trials, each with a last point that is as bad as the first."""
+    worse = [
+        replace(
+            each,
+            curve=replace(
+                each.curve,
+                losses=(*each.curve.losses[:-1], each.curve.losses[0]),
+                accuracies=(*each.curve.accuracies[:-1], each.curve.accuracies[0]),
+            ),
+        )
+        for each in results.trials
+    ]
+    return replace(results, trials=tuple(worse), single=tuple(worse))
+
+
+def highest_colour(figure: Figure) -> float:
+    found = [mesh for axis in figure.axes for mesh in axis.findobj(QuadMesh)]
+    values = [np.asarray(x.get_array()) for x in found]
+    return max(float(np.nanmax(x)) for x in values if x.shape == (2, 2))
+
+
+def test_the_end_of_training_is_its_last_point(results: Results) -> None:
+    """002: figures 5, 6 (a, d) and 10 are at the end; 2 and 9 are the best."""
+    worse = worse_at_the_end(results)
+    assert {x["highest_accuracy"] for x in robustness_table(worse)} == {60.0}
+    assert max(x["accuracy"] for x in best_table(worse)) > 99
+    found = {each.name: each for each in charts(worse)}
+    assert highest_colour(found["figure-05-heatmaps"].make(worse)) == 60.0
+    assert highest_colour(found["figure-09-heatmaps"].make(worse)) > 99
+    for name in ("figure-06-robustness-kfac", "figure-10-damping"):
+        axis = found[name].make(worse).axes[0]
+        assert max(max(heights(line)) for line in axis.lines) == 60.0
+
+
+def test_legends_name_stages_and_methods(results: Results) -> None:
+    found = {each.name: each for each in charts(results)}
+    for name in ("figure-03-iterations", "figure-04-speedup"):
+        (legend,) = found[name].make(results).legends
+        said = [text.get_text() for text in legend.get_texts()]
+        assert said == ["SGD", "K-FAC", "target 1", "target 2", "target 3", "ideal"]
+
+
+def test_costs_are_drawn_in_wall_clock_seconds_too(results: Results) -> None:
+    found = {each.name: each for each in charts(results)}
+    axes = found["figure-11-cost"].make(results).axes
+    assert [axis.get_ylabel() for axis in axes[:4]] == [
+        "examples to target",
+        "wall-clock seconds",
+        "processor seconds",
+        "cluster seconds, 64 a worker",
+    ]
+    wall, processor = (heights(axis.lines[0]) for axis in axes[1:3])
+    assert wall == pytest.approx([2 * x for x in processor])  # as made
 
 
 def test_what_an_update_costs(results: Results) -> None:
