@@ -114,8 +114,9 @@ class GradientOutbox:
     def finish(self) -> dict[str, Tensor]:
         """Send what is left; returns the flat sums of the blocks worked on here."""
         self._expected = self._arrived
-        sums = self._finish()
-        return self._finish() if sums is None else sums
+        while (sums := self._finish()) is None:
+            pass
+        return sums
 
     def abandon(self) -> None:
         """Throw away what was sent of a step that never came to its end."""

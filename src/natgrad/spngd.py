@@ -17,13 +17,14 @@ from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.precondition import rescale_factor
 from natgrad.math.statistics import widen
-from natgrad.optimizer_state import require_momentum, travel_with, warn_shared
+from natgrad.optimizer_state import require_momentum, travel_with
 from natgrad.parameter_state import only_initialises
 from natgrad.plan import Strategy
 from natgrad.refresh import Adaptive, Refresh
 from natgrad.registration import require_known
 from natgrad.trust import kl_trust, layer_trust
 from natgrad.users import Inspectable
+from natgrad.wrapping import unwrap
 
 DEFAULT_REFRESH = Adaptive()
 Average = Literal["update", "gradient"]
@@ -127,6 +128,15 @@ class SPNGD(Inspectable, Optimizer):
             skip=skip,
             subsample=subsample,
         )
+        self.rescale_weights = rescale_weights
+        self.nesterov, self.average = nesterov, average
+        plain, _ = unwrap(model)
+        groups = param_groups or [{"params": list(plain.named_parameters())}]
+        Optimizer.__init__(
+            self,
+            groups,
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+        )
         self.engine = Engine(
             model,
             curvature,
@@ -137,17 +147,8 @@ class SPNGD(Inspectable, Optimizer):
             group=group,
             grad_scaler=grad_scaler,
         )
-        self.rescale_weights = rescale_weights
-        self.nesterov, self.average = nesterov, average
-        plain = self.engine.model  # without a DistributedDataParallel around it
-        groups = param_groups or [{"params": list(plain.named_parameters())}]
-        Optimizer.__init__(
-            self,
-            groups,
-            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-        )
-        self._group_of()  # raises if a block is in no group
-        warn_shared(self.engine)
+        with self.engine.closing_on_error():
+            self._group_of()  # raises if a block is in no group
         check = partial(require_momentum, self)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
@@ -327,9 +328,10 @@ class SPNGD(Inspectable, Optimizer):
         if engine.comm.world == 1:
             return
         shared = {b.name: b.fold(list(b.parameters)) for b in mine}
-        for b in mine if before is not None else ():
-            old = b.fold([before[id(p)] for p in b.parameters])
-            shared[b.name] = shared[b.name] - old
+        if before is not None:
+            for b in mine:
+                old = b.fold([before[id(p)] for p in b.parameters])
+                shared[b.name] = shared[b.name] - old
         for name, stack in engine.share(shared, present).items():
             block = engine.block[name]
             for p, x in zip(block.parameters, block.unfold(stack), strict=True):
