@@ -41,6 +41,13 @@ COMMANDS = {
 }
 
 
+EXTRA = {
+    *("PIL", "matplotlib", "numpy", "optuna", "psycopg", "pyarrow"),
+    *("pytorch_optimizer", "rich", "sklearn", "tensorboard", "tyro"),
+}
+"""The modules that the extra ``[lab]`` brings."""
+
+
 def usage() -> str:
     """The help text."""
     rows = "\n".join(f"  {name:<9} {each.help}" for name, each in COMMANDS.items())
@@ -61,23 +68,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _dispatch(given)
     except BrokenPipeError:
         return 0
-    except (UserError, ValueError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _of_a_peer(error):
-            raise
-        if os.environ.get("NATGRAD_DEBUG") == "1":
+    except (UserError, ValueError, OSError, RuntimeError, ImportError) as error:
+        problem = _explain(error)
+        if problem is None or os.environ.get("NATGRAD_DEBUG") == "1":
             raise
         rank = os.environ.get("RANK")
         where = f" (rank {rank})" if rank is not None else ""
-        print(f"natgrad: error{where}: {error}", file=sys.stderr)
+        print(f"natgrad: error{where}: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("natgrad: interrupted", file=sys.stderr)
         return 130
 
 
-def _of_a_peer(error: RuntimeError) -> bool:
-    """Whether another process is the cause, so that a traceback here says nothing."""
-    return type(error).__name__ in ("CommError", "PeerError")
+def _explain(error: Exception) -> str | None:
+    """What to say instead of a traceback; None if only that says what is wrong."""
+    if isinstance(error, ImportError):
+        missing = (error.name or "").partition(".")[0] in EXTRA
+        return (
+            f"{error}. It comes with: pip install 'natgrad[lab]'" if missing else None
+        )
+    # another process is the cause, so that a traceback here says nothing
+    peer = type(error).__name__ in ("CommError", "PeerError")
+    return str(error) if peer or not isinstance(error, RuntimeError) else None
 
 
 def _dispatch(given: Sequence[str]) -> int:
