@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from natgrad_lab.data import SOURCES, DataError, RemoteFile, archive, get
+from natgrad_lab.data import SOURCES, DataError, RemoteFile, archive, command, get
 
 CONTENT = bytes(range(256)) * 4000
 
@@ -85,6 +86,52 @@ def test_a_file_arrives_with_progress(server, tmp_path):
     assert not list(tmp_path.rglob("*.part"))
     assert told[-1] == ("a.bin", len(CONTENT), len(CONTENT))
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+
+
+class Terminal(io.StringIO):
+    """Takes what is written; says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def asked(server, tmp_path, monkeypatch) -> str:
+    """What `natgrad data get` writes to its standard error, whatever that is."""
+    monkeypatch.setitem(SOURCES, "cifar10", (remote(server),))
+    assert command.main(["get", "cifar10", "--root", str(tmp_path)]) == 0
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+    assert isinstance(sys.stderr, io.StringIO)
+    return sys.stderr.getvalue()
+
+
+def test_a_terminal_shows_a_bar(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    shown = asked(server, tmp_path, monkeypatch)
+    assert "a.bin" in shown
+    assert "━" in shown
+    assert "1.0/1.0 MB" in shown
+
+
+def test_without_a_terminal_there_are_plain_lines(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    lines = asked(server, tmp_path, monkeypatch).splitlines()
+    assert all(line.startswith("a.bin: ") for line in lines)
+    assert lines[-1] == "a.bin: 1.0 of 1.0 MB (100 %)"
+    assert "\x1b" not in "".join(lines)
+
+
+def test_lines_come_at_every_tenth_or_after_ten_seconds(capsys):
+    now = 0.0
+    follow = command.Lines(clock=lambda: now)
+    for done in range(0, 1001, 10):
+        follow("big", done * 10**6, 1000 * 10**6)
+    assert len(capsys.readouterr().err.splitlines()) == 11
+    follow("slow", 0, 10**9)
+    for second in range(1, 41):
+        now = float(second)
+        follow("slow", second, 10**9)
+    written = capsys.readouterr().err.splitlines()
+    assert written == ["slow: 0.0 of 1000.0 MB (0 %)"] * 5
 
 
 def test_a_file_that_is_there_is_not_asked_for(server, tmp_path):

@@ -1,7 +1,9 @@
 """`natgrad data get NAME`: download a data set."""
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,13 +19,16 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
+from natgrad_lab.data.download import Progress
 from natgrad_lab.data.sources import SOURCES, get
 from natgrad_lab.errors import UserError
 
 USAGE = f"""usage: natgrad data get NAME [--root DIR]
 
 Downloads, checks and unpacks a data set: {", ".join(SOURCES)}.
-digits and text need no download."""
+digits and text need no download: text of your own is named by --data.folder."""
+SILENT = 10.0
+"""Seconds after which a slow download says again where it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +49,40 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[0] != "get":
         raise UserError(f"Unknown command 'data {arguments[0]}'. Must be 'data get'.")
     asked = tyro.cli(Get, prog="natgrad data get", args=list(arguments[1:]))
-    with _bars() as bars:
-        folder = get(asked.name, asked.root, Follow(bars))
+    with _progress() as progress:
+        folder = get(asked.name, asked.root, progress)
     print(f"{asked.name} is in {folder}")
     return 0
+
+
+@contextmanager
+def _progress() -> Generator[Progress]:
+    if not sys.stderr.isatty():
+        yield Lines()
+        return
+    with _bars() as bars:
+        yield Follow(bars)
+
+
+class Lines:
+    """Progress without a terminal: a line at every tenth of a file, or after 10 s.
+
+    Args:
+        clock: tells the seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._said: dict[str, tuple[int, float]] = {}
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        tenth, now = 10 * done // total, self._clock()
+        last, when = self._said.get(name, (-1, now))
+        if tenth == last and now - when < SILENT:
+            return
+        self._said[name] = tenth, now
+        amount = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB ({100 * done // total} %)"
+        print(f"{name}: {amount}", file=sys.stderr, flush=True)
 
 
 class Follow:
@@ -70,5 +105,4 @@ def _bars() -> Bars:
         DownloadColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
     )

@@ -13,7 +13,8 @@ from natgrad_lab.data.folders import IMAGENET_ADVICE, DataError, data_root
 
 NOTHING_TO_GET = {
     "digits": "digits come with scikit-learn: there is nothing to download.",
-    "text": "text reads files that are here: there is nothing to download.",
+    "text": "text reads files that are here (--data.folder DIR): there is nothing to "
+    "download.",
     "imagenet": IMAGENET_ADVICE,
 }
 

@@ -19,7 +19,8 @@ def load(
     Args:
         name: one of `NAMES`.
         root: the folder of all datasets; see `data_root`.
-        **options: the dataset's own: `block` for text, `threads` for imagenet.
+        **options: the dataset's own: `folder`, `block` for text, `threads` for
+            imagenet.
 
     Raises:
         DataError: a file is missing or wrong.
