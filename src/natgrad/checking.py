@@ -79,8 +79,9 @@ def _require_statistic(engine: "Engine", name: str, entry: Any) -> None:
         shapes = inverse_shapes(s.spec, engine.statistics.is_eigen(s))
         _require_tensors(f"{where}.inverse", entry["inverse"], shapes)
     owned = "average" in parts_kept(engine.plan, name, engine.comm.rank)
-    if owned and bool(entry["estimated"]) != bool(average):
-        _refuse(f"{where}.average", entry["average"], "there if it was estimated")
+    # under `Budget` and `watch` one is kept that nothing else needs any more
+    if owned and entry["estimated"] and not average:
+        _refuse(f"{where}.average", None, "there if it was estimated")
     _require_timing(f"{where}.timing", entry["timing"])
 
 

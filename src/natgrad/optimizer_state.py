@@ -125,8 +125,8 @@ def _require_groups(optimizer: Optimizer, state: Any) -> None:
     own = [len(group["params"]) for group in optimizer.param_groups]
     if saved != own:
         raise ValueError(
-            f"The saved optimizer state has parameter groups of {saved} parameters. "
-            f"Must be {own}."
+            f"Invalid param_groups in the saved optimizer state: parameter groups of "
+            f"{saved} params. Must be {own}."
         )
     for group, known in zip(state["param_groups"], optimizer.param_groups, strict=True):
         if "lr" in known:
@@ -141,7 +141,8 @@ def _require_form(state: Any) -> None:
             found = f"dict of {', '.join(map(repr, [*state][:3])) or 'nothing'}"
         raise ValueError(
             f"Invalid optimizer state, a {found}. Must be what state_dict() of an "
-            "optimizer returned: a dict with 'state', by parameter, and 'param_groups'."
+            "optimizer returned: 'state' is a dict by parameter, 'param_groups' a list "
+            "of dicts that number their 'params'."
         )
 
 
@@ -177,18 +178,24 @@ def require_setting(group: Mapping[str, Any], name: str, below: float) -> None:
         )
 
 
-def require_momentum(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def require_momentum(
+    optimizer: Optimizer, engine: "Engine", state: Mapping[str, Any]
+) -> None:
     """Raise unless the groups and the momentum that `SPNGD` saved can be gone on with.
 
-    A rank has the momentum only of what it works on.
+    A rank needs the momentum only of what it works on; of the rest there may be none.
     """
-    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    for own, saved in pairs:
+    workers, rank = engine.plan.workers, engine.comm.rank
+    away = [b for b in engine.blocks if rank not in workers[b.name]]
+    idle = {id(p) for block in away for p in block.parameters}
+    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         require_setting(saved, "momentum", 1.0)
         require_setting(saved, "weight_decay", math.inf)
         for number, p in zip(saved["params"], own["params"], strict=True):
-            velocity = state["state"].get(number, {}).get("velocity")
-            if velocity is not None and not _fits(velocity, p):
+            entry = state["state"].get(number, {})
+            missing = "velocity" not in entry
+            missing |= id(p) in idle and entry.get("velocity") is None
+            if not (missing or _fits(entry["velocity"], p)):
                 raise ValueError(
                     f"Invalid velocity of parameter {number} in the saved optimizer "
                     f"state. Must be a finite tensor of shape {tuple(p.shape)}."

@@ -149,7 +149,7 @@ class SPNGD(Inspectable, Optimizer):
         )
         with self.engine.closing_on_error():
             self._group_of()  # raises if a block is in no group
-        check = partial(require_momentum, self)
+        check = partial(require_momentum, self, self.engine)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
 

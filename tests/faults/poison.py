@@ -3,6 +3,7 @@
 import hashlib
 import math
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ import natgrad
 from natgrad.math import inverse as inverses
 
 PLACES = ("batch", "activation", "gradient", "statistic", "inverse")
+METHODS = ("spngd", "ddp", "scaler")
+"""SPNGD; KFAC under DDP; the same in float16 with a `GradScaler`."""
 GAP = 3
 
 
@@ -38,33 +41,37 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def make(method: str, model: nn.Module) -> tuple[Any, Any, Any]:
-    """What is called, what is stepped, and what is asked for its health."""
+def make(method: str, model: nn.Module) -> tuple[Any, Any, Any, Any]:
+    """What is called, what is stepped, what is asked for its health, and a scaler."""
     options: dict[str, Any] = {"refresh": natgrad.Every(), "decay": 0.5, "damping": 0.1}
     options["comm"] = natgrad.CommOptions(overlap=False)
     if method == "spngd":
         optimizer = natgrad.SPNGD(model, lr=0.01, **options)
-        return model, optimizer, optimizer
+        return model, optimizer, optimizer, None
     replica = model
     if dist.is_initialized():
         replica = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.01, momentum=0.9)
-    return replica, optimizer, natgrad.KFAC(replica, optimizer, norm="unit", **options)
+    scaler = None
+    if method == "scaler":
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    options |= {"norm": "unit", "grad_scaler": scaler}
+    return replica, optimizer, natgrad.KFAC(replica, optimizer, **options), scaler
 
 
 def train_poisoned(rank: int, method: str, poisons: list[Poison]) -> dict[str, Any]:
     """Train with all of them, two good steps between each; what is left of the run."""
     warnings.simplefilter("ignore")
     model = network()
-    replica, optimizer, natural = make(method, model)
-    generator = torch.Generator().manual_seed(100 + rank)
-    alike = True
+    run = _Run(model, *make(method, model), rank)
+    natural, alike, failed = run.natural, True, 0
     for poison in poisons:
         for turn in range(GAP):
-            chosen = poison if turn == 1 else None
-            _step(replica, model, optimizer, natural, chosen, rank, generator)
+            run.step(poison if turn == 1 else None)
+            failed += turn == 1 and bool(natural.health()["failures"])
         alike &= _alike(model)
     report = {"health": natural.health(), "digest": digest(model), "alike": alike}
+    report["failed"] = failed
     report["finite"] = all(bool(p.isfinite().all()) for p in model.parameters())
     kept = natural.engine.statistics.states.values()
     held = [x for s in kept for x in (*(s.inverse or ()), *s.history)]
@@ -74,38 +81,79 @@ def train_poisoned(rank: int, method: str, poisons: list[Poison]) -> dict[str, A
     return report
 
 
-def _step(
-    replica: Any,
-    model: Any,
-    optimizer: Any,
-    natural: Any,
-    poison: Poison | None,
-    rank: int,
-    generator: torch.Generator,
-) -> None:
-    x = torch.randn(8, 4, generator=generator)
-    y = torch.randint(0, 3, (8,), generator=generator)
-    bad = poison if poison is not None and poison.here(rank) else None
-    place, value = (bad.place, bad.value) if bad else ("", 0.0)
-    if place == "batch":
-        x[0, 0] = value
-    handle = None
-    if place == "activation":
-        handle = model[1].register_forward_hook(lambda *a: a[2] + value)
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(replica(x), y).backward()
-    if handle is not None:
-        handle.remove()
-    if place == "gradient":
-        weight: Any = model[3].weight.grad
-        weight[0, 0] = value
-    if place == "statistic":
-        natural.engine.capture.current.sums["3/A"].fill_(value)
-    if place == "inverse":
-        with _spoiled_solvers(value):
-            optimizer.step()
-    else:
-        optimizer.step()
+class _Run:
+    """A model in training, whose steps can be poisoned."""
+
+    def __init__(
+        self,
+        model: Any,
+        replica: Any,
+        optimizer: Any,
+        natural: Any,
+        scaler: torch.amp.GradScaler | None,
+        rank: int,
+    ) -> None:
+        self.model, self.replica, self.optimizer = model, replica, optimizer
+        self.natural, self.scaler, self.rank = natural, scaler, rank
+        self._generator = torch.Generator().manual_seed(100 + rank)
+
+    def step(self, poison: Poison | None = None) -> None:
+        """One step, in which a poison may be met."""
+        x = torch.randn(8, 4, generator=self._generator)
+        y = torch.randint(0, 3, (8,), generator=self._generator)
+        bad = poison if poison is not None and poison.here(self.rank) else None
+        place, value = (bad.place, bad.value) if bad else ("", 0.0)
+        if place == "batch":
+            x[0, 0] = value
+        handle = self._hook(place, value)
+        self.optimizer.zero_grad()
+        self._backward(x, y)
+        if handle is not None:
+            handle.remove()
+        if place == "gradient" and self.scaler is None:
+            self.model[3].weight.grad[0, 0] = value
+        sums = self.natural.engine.capture.current.sums
+        if place == "statistic":
+            sums["3/A"].fill_(value)
+        with _spoiled_solvers(value) if place == "inverse" else nullcontext():
+            self._update()
+
+    def _hook(self, place: str, value: float) -> Any:
+        if place == "activation":
+            return self.model[1].register_forward_hook(lambda *a: a[2] + value)
+        # A scaler decides by what DDP has averaged: the poison must come before it.
+        if place == "gradient" and self.scaler is not None:
+            return self.model[3].weight.register_hook(lambda g: g + value)
+        return None
+
+    def _backward(self, x: Tensor, y: Tensor) -> None:
+        half = self.scaler is not None
+        with torch.autocast("cpu", dtype=torch.float16, enabled=half):
+            outputs = self.replica(x)
+        loss = nn.functional.cross_entropy(outputs.float(), y)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def _update(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def fail_to_invert(rank: int) -> str:
+    """Train while nothing on rank 1 can be inverted; what this rank is told."""
+    warnings.simplefilter("ignore")
+    model = network()
+    run = _Run(model, *make("ddp", model), rank)
+    bad = Poison(step=0, place="inverse", value=math.nan, rank=1)
+    run.step()
+    for turn in range(5):
+        try:
+            run.step(bad)
+        except RuntimeError as error:
+            return f"{turn}: {error}"
+    return "no error"
 
 
 class _spoiled_solvers:

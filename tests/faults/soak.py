@@ -5,20 +5,21 @@
     python -m tests.faults.soak --report   # write benchmarks/results/soak.md
 
 Each piece appends a line to ``runs/soak.jsonl``: what was injected, how many runs were
-lost and how many ranks diverged. Pieces that are there are not run again.
+lost, how many ranks diverged, and with which code: git's digest of ``src``. A piece
+that is there for the code as it is now is not run again; one of other code, or of code
+that was not committed, does not count.
 """
 
 import argparse
 import errno
+import functools
 import json
 import os
 import random
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections import Counter
@@ -27,10 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.faults import arguments as searches
-from tests.faults.agent import Agent, preload
-from tests.faults.launch import arguments, torchrun
-from tests.faults.poison import PLACES, Poison, train_poisoned
+from tests.faults.agent import Agent, Fault, preload
+from tests.faults.arguments import KINDS, search
+from tests.faults.launch import ROOT, arguments, torchrun
+from tests.faults.left import SLOPE, all_hooks, is_flat, left_behind, rss, slope
+from tests.faults.poison import METHODS, PLACES, Poison, train_poisoned
+from tests.faults.states import VARIANTS, search_states
 from tests.world import run_world
 
 from natgrad_lab.train import run as runs
@@ -50,7 +53,7 @@ from natgrad_lab.train.processes import World
 RESULTS = Path("runs/soak.jsonl")
 REPORT = Path("benchmarks/results/soak.md")
 Result = dict[str, Any]
-STEPS = 12
+STEPS = 16
 POINTS = ("data", "forward", "backward", "exchange", "save", "commit", "latest", "load")
 
 
@@ -58,38 +61,52 @@ POINTS = ("data", "forward", "backward", "exchange", "save", "commit", "latest",
 
 
 def killed(number: int) -> Result:
-    """A run to which four things happen, against one to which nothing does."""
+    """A run to which seven things happen, against one to which nothing does."""
     source = random.Random(number)
-    recipe = source.choice(["digits-spngd", "digits-kfac"])
-    kinds = [source.choice([*POINTS, "raise", "stop"]) for _ in range(4)]
-    faults = [
-        (0 if kind in ("commit", "latest") else source.randrange(2), 1 + 2 * i, kind)
-        for i, kind in enumerate(kinds)
-    ]
+    recipe = ("digits-spngd", "digits-kfac")[number % 2]
+    kinds = source.sample([*POINTS, "raise", "stop"], 7)
+    faults = [_fault(source, 1 + 2 * i, kind) for i, kind in enumerate(kinds)]
     with tempfile.TemporaryDirectory() as folder:
-        calm = Agent(words=arguments(recipe, Path(folder) / "calm", steps=STEPS)).run()
         words = arguments(recipe, Path(folder) / "run", steps=STEPS)
         outcome = Agent(words=words, faults=faults, restarts=20).run()
-    same = outcome.losses == calm.losses and len(calm.losses) == STEPS
+    happened = outcome.restarts == len(faults)
     return {
         "faults": outcome.restarts,
-        "lost": int(outcome.status != 0),
-        "diverged": int(not same),
+        "lost": int(outcome.status != 0 or not happened),
+        "diverged": int(outcome.losses != calm(recipe, STEPS)),
         "kinds": kinds,
     }
 
 
+def _fault(source: random.Random, step: int, kind: str) -> Fault:
+    """To a rank that does such a thing, from a step on; a load is before any step."""
+    rank = 0 if kind in ("commit", "latest") else source.randrange(2)
+    return rank, 0 if kind == "load" else step, kind
+
+
+@functools.cache
+def calm(recipe: str, steps: int) -> dict[int, float]:
+    """The losses of a run on two ranks to which nothing happens."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = arguments(recipe, Path(folder) / "run", steps=steps)
+        outcome = Agent(words=words).run()
+    assert outcome.status == 0, outcome.printed
+    assert list(outcome.losses) == list(range(1, steps + 1))
+    return outcome.losses
+
+
 def hung(number: int) -> Result:
     """A rank that stands still; it is named, and the run goes on."""
+    recipe = ("digits-spngd", "digits-kfac")[number // 2 % 2]
     with tempfile.TemporaryDirectory() as folder:
-        words = arguments("digits-spngd", Path(folder) / "run", steps=8, timeout=3)
+        words = arguments(recipe, Path(folder) / "run", steps=STEPS, timeout=10)
         faults = [(number % 2, 3, "hang")]
         outcome = Agent(words=words, faults=faults, timeout=60.0).run()
     named = f"but rank {number % 2} is stuck" in outcome.printed
     return {
         "faults": outcome.restarts,
         "lost": int(outcome.status != 0 or not named),
-        "diverged": int(len(outcome.losses) != 8),
+        "diverged": int(outcome.losses != calm(recipe, STEPS)),
     }
 
 
@@ -101,16 +118,14 @@ def fewer(number: int) -> Result:
         (source.randrange(2), 9, source.choice(POINTS[:4])),
     ]
     with tempfile.TemporaryDirectory() as folder:
-        calm = Agent(
-            words=arguments("digits-spngd", Path(folder) / "a", steps=12)
-        ).run()
-        words = arguments("digits-spngd", Path(folder) / "b", steps=12)
+        words = arguments("digits-spngd", Path(folder) / "run", steps=STEPS)
         outcome = Agent(words=words, faults=faults, ranks=(4, 2, 1)).run()
-    away = [abs(x - calm.losses[s]) / x for s, x in outcome.losses.items()]
+    known = calm("digits-spngd", STEPS)
+    away = [abs(x - known[s]) / x for s, x in outcome.losses.items()]
     return {
         "faults": outcome.restarts,
         "lost": int(outcome.status != 0),
-        "diverged": int(len(away) != 12 or max(away) > 1e-5),
+        "diverged": int(len(away) != STEPS or max(away) > 1e-5),
     }
 
 
@@ -121,15 +136,12 @@ def under_torchrun(number: int) -> Result:
         (source.randrange(2), 2 + 4 * i, source.choice(POINTS[:5])) for i in (0, 1, 2)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        calm = Agent(
-            words=arguments("digits-spngd", Path(folder) / "a", steps=14)
-        ).run()
-        words = arguments("digits-spngd", Path(folder) / "b", steps=14)
+        words = arguments("digits-spngd", Path(folder) / "run", steps=STEPS)
         outcome = torchrun(words, faults, timeout=400.0)
     return {
         "faults": outcome.restarts,
         "lost": int(outcome.status != 0),
-        "diverged": int(outcome.losses != calm.losses),
+        "diverged": int(outcome.losses != calm("digits-spngd", STEPS)),
     }
 
 
@@ -148,7 +160,7 @@ def numbers(number: int) -> Result:
         )
         for i in range(40)
     ]
-    method = "spngd" if number % 2 else "ddp"
+    method = METHODS[number % len(METHODS)]
     ranks = run_world(2, train_poisoned, method, poisons, timeout=400)
     alike = all(r["alike"] for r in ranks) and ranks[0]["digest"] == ranks[1]["digest"]
     return {
@@ -213,7 +225,7 @@ def full(number: int) -> Result:
                 checkpoints.save(step, {"n": step, "x": torch.full((10,), float(step))})
                 problem = checkpoints.wait()
             last = last if problem else step
-            lost += checkpoints.load()[0]["n"] not in (last, step)
+            lost += checkpoints.load()[0]["n"] != last
             assert not list(Path(folder).glob("*.partial"))
     return {"faults": 30, "lost": lost, "diverged": 0}
 
@@ -260,7 +272,7 @@ def long_run(number: int) -> Result:
         refresh=RefreshConfig(statistics=5, inverses=20),
     )
     seen: list[tuple[int, float]] = []
-    before = _left_behind()
+    before = left_behind()
     with tempfile.TemporaryDirectory() as folder:
         run = runs.create(Path(folder) / "run", "soak", config)
         trainer = Trainer(run, World(), show=False)
@@ -274,18 +286,17 @@ def long_run(number: int) -> Result:
         trainer._one_step = step  # type: ignore[method-assign]
         ending = trainer.train()
         kept = sorted(p.name for p in (Path(folder) / "run" / "checkpoints").iterdir())
-        hooks = sum(
-            len(m._forward_hooks) + len(m._backward_hooks)
-            for m in trainer.model.modules()
-        )
-    after = _left_behind()
+        hooks = all_hooks(trainer.model, trainer.method.optimizer)
+    after = left_behind()
     late = [(s, r) for s, r in seen if s > 2000]
+    rate = slope(late)
+    well = ending.reason == "done" and hooks == 0 and len(kept) == 3
     return {
         "faults": 0,
-        "lost": int(ending.reason != "done" or hooks > 0 or len(kept) != 3),
+        "lost": int(not (well and is_flat(rate, before, after))),
         "diverged": 0,
         "steps": ending.step,
-        "slope": slope(late),
+        "slope": rate,
         "rss": [round(seen[0][1], 1), round(late[0][1], 1), round(late[-1][1], 1)],
         "before": before,
         "after": after,
@@ -293,65 +304,37 @@ def long_run(number: int) -> Result:
     }
 
 
-def rss() -> float:
-    """Resident memory of this process in MB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-
-def slope(points: list[tuple[int, float]]) -> float:
-    """MB in 10,000 steps, by least squares."""
-    x = torch.tensor([float(s) for s, _ in points], dtype=torch.float64)
-    y = torch.tensor([r for _, r in points], dtype=torch.float64)
-    x, y = x - x.mean(), y - y.mean()
-    return float((x * y).sum() / x.square().sum()) * 10_000
-
-
-def _left_behind() -> dict[str, int]:
-    children = subprocess.run(
-        ["ps", "--no-headers", "--ppid", str(os.getpid()), "-o", "comm"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.split()
-    return {
-        "threads": threading.active_count(),
-        "files": len(os.listdir("/proc/self/fd")),
-        "processes": len([c for c in children if c != "ps"]),
-    }
-
-
 # -- arguments -------------------------------------------------------------------------
 
 
 def random_arguments(number: int) -> Result:
-    """5,000 sets of constructor arguments."""
-    kind = ("KFAC", "SPNGD")[number % 2]
-    counts = searches.search_quickly(kind, 5000, number)
-    return {"faults": 0, "lost": 0, "diverged": 0, "examples": 5000, **counts}
+    """5,000 sets of constructor arguments; lost if a legal choice never worked."""
+    counts = search([*KINDS][number % len(KINDS)], 5000, number)
+    lost = len(counts["untried"])
+    return {"faults": 0, "lost": lost, "diverged": 0, "examples": 5000, **counts}
 
 
 def random_states(number: int) -> Result:
     """5,000 state dicts."""
-    kind = ("KFAC", "SPNGD")[number % 2]
-    counts = searches.search_states_quickly(kind, 5000, number)
+    counts = search_states([*VARIANTS][number % len(VARIANTS)], 5000, number)
     return {"faults": 0, "lost": 0, "diverged": 0, "examples": 5000, **counts}
 
 
 PARTS: dict[str, tuple[Callable[[int], Result], int]] = {
-    "numbers": (numbers, 4),
+    "numbers": (numbers, 6),
     "damaged": (damaged, 2),
     "full": (full, 2),
-    "killed": (killed, 8),
-    "hung": (hung, 2),
-    "fewer": (fewer, 2),
+    "killed": (killed, 20),
+    "hung": (hung, 4),
+    "fewer": (fewer, 3),
     "torchrun": (under_torchrun, 1),
     "long": (long_run, 1),
     "arguments": (random_arguments, 12),
     "states": (random_states, 8),
 }
 WORDS = {
-    "numbers": "NaN, Inf in batch, activation, gradient, statistic, inverse; 2 ranks",
+    "numbers": "NaN, Inf in batch, activation, gradient, statistic, inverse; 2 ranks, "
+    "SPNGD, KFAC under DDP, the same in float16 with GradScaler",
     "damaged": "checkpoint files changed, cut or lost",
     "full": "saves on a full disk",
     "killed": "kill -9 at 8 points of a step and a save, errors, SIGTERM; 2 ranks",
@@ -361,37 +344,62 @@ WORDS = {
 }
 
 
-def done() -> list[Result]:
-    """What was run so far."""
+def done(digest: str) -> list[Result]:
+    """What was run so far with this code, each piece once."""
     if not RESULTS.is_file():
         return []
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    found = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    own = {(r["part"], r["piece"]): r for r in found if r.get("digest") == digest}
+    return [r for r in own.values() if r["piece"] < PARTS[r["part"]][1]]
 
 
 def run_pieces(minutes: float, only: list[str]) -> None:
     """Every piece that is not done, until the time is over."""
     end = time.monotonic() + 60 * minutes
-    known = {(r["part"], r["piece"]) for r in done()}
+    known = {(r["part"], r["piece"]) for r in done(code())}
     for part, (function, pieces) in PARTS.items():
         for piece in range(pieces):
             if (part, piece) in known or (only and part not in only):
                 continue
             if time.monotonic() > end:
                 return
-            began = time.monotonic()
-            commit = _commit()
-            result = {"part": part, "piece": piece, **function(piece)}
-            result["commit"] = commit if commit == _commit() else ""
-            result["seconds"] = round(time.monotonic() - began, 1)
-            RESULTS.parent.mkdir(exist_ok=True)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(result) + "\n")
-            print(json.dumps(result), flush=True)
+            if not code():
+                sys.exit("The soak runs committed code: commit src and tests/faults.")
+            run_piece(part, piece, function)
+
+
+def run_piece(part: str, piece: int, function: Callable[[int], Result]) -> None:
+    """One piece, kept with the code that it was run with."""
+    began, digest, commit = time.monotonic(), code(), _git("rev-parse", "HEAD")[:9]
+    result = {"part": part, "piece": piece, **function(piece)}
+    # changed meanwhile: then nobody knows which code it was
+    result["digest"] = digest if digest == code() else ""
+    result["commit"] = commit
+    result["seconds"] = round(time.monotonic() - began, 1)
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(result) + "\n")
+    print(json.dumps(result), flush=True)
+
+
+def code() -> str:
+    """Git's digest of the sources that are run; empty if files differ from it."""
+    if _git("status", "--porcelain", "--", "src", "tests/faults"):
+        return ""
+    return _git("rev-parse", "HEAD:src")[:12]
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout[
+        :-1
+    ]
 
 
 def report() -> str:
-    """The results as a page."""
-    results = done()
+    """The results of the code as it is now, as a page."""
+    digest = code()
+    results = done(digest)
     lines = [
         "# Soak: faults, a long run, random arguments",
         "",
@@ -412,33 +420,28 @@ def report() -> str:
             )
     lines.append(f"| all | {total['faults']} | {total['lost']} | {total['diverged']} |")
     lines += ["", *_long_words(results), *_random_words(results)]
-    lines += _open_words(results)
+    lines += _open_words(results, digest)
     return "\n".join(lines) + "\n"
 
 
-def _open_words(results: list[Result]) -> list[str]:
-    """What this page does not show: pieces that were not run, and on which code."""
+def _open_words(results: list[Result], digest: str) -> list[str]:
+    """Of which code this page is, and what it does not show."""
     words: list[str] = []
     known = Counter(r["part"] for r in results)
     left = {part: n - known[part] for part, (_, n) in PARTS.items() if n > known[part]}
     if left:
         listed = ", ".join(f"{part} ({n})" for part, n in left.items())
         words += ["", f"**Incomplete.** Pieces that were not run: {listed}."]
-    commits = sorted({r.get("commit", "") for r in results})
-    if "" in commits:
-        words += [
-            "",
-            "Pieces without a commit were run while the code was still being changed; "
-            "they are not a result of the code as it is committed.",
-        ]
-    named = [each for each in commits if each]
-    return words + (["", f"Commits: {', '.join(named)}."] if named else [])
-
-
-def _commit() -> str:
-    """The commit that is run, or nothing if files differ from it."""
-    state = runs.git_state()
-    return "" if state is None or state["dirty"] else state["commit"][:9]
+    if not digest:
+        return [*words, "", "The code is not committed: nothing counts."]
+    commits = ", ".join(sorted({r["commit"] for r in results})) or "none"
+    minutes = sum(r["seconds"] for r in results) / 60
+    return [
+        *words,
+        "",
+        f"All with the same code: `git rev-parse HEAD:src` begins with {digest}, at "
+        f"the commits {commits}. {minutes:.0f} minutes in all.",
+    ]
 
 
 def _long_words(results: list[Result]) -> list[str]:
@@ -453,7 +456,9 @@ def _long_words(results: list[Result]) -> list[str]:
                 f"{r['before']['threads']} and {r['after']['threads']}, open files "
                 f"{r['before']['files']} and {r['after']['files']}, child processes "
                 f"{r['before']['processes']} and {r['after']['processes']}; "
-                f"{r['hooks']} hooks left on the model.",
+                f"{r['hooks']} hooks of any kind left on modules, parameters and the "
+                f"optimizer. More than {SLOPE:g} MB in 10,000 steps, or any growth of "
+                "the others, would count as lost.",
                 "",
             ]
     return words
@@ -488,10 +493,11 @@ def main() -> int:
     if not asked.report:
         preload()
         run_pieces(asked.minutes, asked.only)
-    missing = sum(pieces for _, pieces in PARTS.values()) - len(done())
+    results = done(code())
+    missing = sum(pieces for _, pieces in PARTS.values()) - len(results)
     REPORT.write_text(report())
     print(f"{REPORT} is written; {missing} pieces are still to be run.")
-    return int(any(r["lost"] or r["diverged"] for r in done()))
+    return int(any(r["lost"] or r["diverged"] for r in results))
 
 
 if __name__ == "__main__":
