@@ -1,13 +1,17 @@
 """Workers of a study killed at random moments: does it end as if nothing had happened?
 
     python -m benchmarks.study_kills --kills 20
+    python -m benchmarks.study_kills --kills 20 --postgres
 
-With --folder both studies are kept there, and a script that was itself stopped goes on.
 Runs a small digits study undisturbed, then again while workers are killed, and
-compares every curve. Writes results/study_kills.md.
+compares every curve. At every kill the newest checkpoint of the victim's trial is
+noted: the next attempt must begin there. With --folder both studies are kept there, and
+a script that was itself stopped goes on; --postgres starts a PostgreSQL server on
+loopback for it. Writes results/study_kills.md.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -15,7 +19,8 @@ import random
 import signal
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ from natgrad_lab.study.ledger import Ledger
 from natgrad_lab.study.points import make_plan
 from natgrad_lab.study.spec import Budget, Grid, Method, StudySpec
 from natgrad_lab.study.storage import Storage
+from natgrad_lab.study.trial import latest_step
 from natgrad_lab.study.worker import work
 
 RESULT = Path(__file__).parent / "results" / "study_kills.md"
@@ -62,10 +68,23 @@ class Disturbed:
     kills: int
     interrupted: int
     """Kills after which a trial that had begun to train had to be taken up again."""
+    resumed: int
+    """Of them with a checkpoint, from which the next attempt went on."""
     restarts: int
-    """Attempts that began at update 0 again, before a first checkpoint."""
-    from_start: int
-    """Attempts that began at update 0 although there had been a checkpoint."""
+    """Of them before the first checkpoint: the next attempt began at update 0."""
+    astray: tuple[str, ...]
+    """Attempts that began elsewhere than at the newest checkpoint: said in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """What a killed worker left: where the next attempt of its trial must begin."""
+
+    key: str
+    attempt: int
+    """Counted from 0."""
+    step: int
+    """Of the newest checkpoint; 0 without one."""
 
 
 class Crew:
@@ -83,14 +102,19 @@ class Crew:
         return process
 
     def kill(self, pid: int) -> bool:
-        """SIGKILL for a worker, and a new one in its place; False if it had ended."""
-        for index, each in enumerate(self.workers):
+        """SIGKILL for a worker; False if it had ended."""
+        for each in self.workers:
             if each.pid == pid and each.is_alive():
                 os.kill(pid, signal.SIGKILL)
                 each.join()
-                self.workers[index] = self._start()
                 return True
         return False
+
+    def fill(self) -> None:
+        """A new worker in the place of each killed one."""
+        for index, each in enumerate(self.workers):
+            if each.exitcode == -signal.SIGKILL:
+                self.workers[index] = self._start()
 
     def busy(self) -> bool:
         """Whether a worker is alive."""
@@ -121,75 +145,122 @@ def run_study(
     workers: int = 2,
     seed: int = 0,
     seconds: float = 500.0,
+    saved: bool = False,
 ) -> Disturbed:
     """Plan a study and work on it, killing a random worker again and again.
 
     The victim is a worker that has begun to train a trial, a random pause ago: else
-    most kills would hit workers that are still starting.
+    most kills would hit workers that are still starting. With ``saved`` the pause
+    begins when the trial has a checkpoint.
     """
     storage = Storage(address, create=True)
     ledger = Ledger.plan(storage, spec, make_plan(spec))
-    tally = folder / "kills"
-    done = len(tally.read_text()) if tally.is_file() else 0
-    chosen = random.Random(seed + done)
+    tally = Tally(folder / "kills.json")
+    chosen = random.Random(seed + tally.kills)
     crew = Crew(address, folder, workers)
     try:
-        while done < kills:
-            victim = next_in_training(ledger, crew)
+        while tally.kills < kills:
+            key, victim = next_in_training(ledger, crew)
+            while saved and crew.busy() and not latest_step(folder / key):
+                time.sleep(0.002)
             time.sleep(chosen.uniform(*pause))
             if not crew.kill(victim):
                 break
-            done += 1
-            tally.write_text("x" * done)
+            tally.add(left_by(victim, ledger, folder))
+            crew.fill()
         if not crew.wait(seconds):
             raise RuntimeError("The study did not end.")
     finally:
         crew.end()
-    return read(ledger, done)
+    return read(ledger, tally)
 
 
-def next_in_training(ledger: Ledger, crew: Crew) -> int:
-    """The process that begins, or goes on, to train a trial next; 0 when all end."""
+class Tally:
+    """Kills so far, in a file: a benchmark that was itself stopped goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        self.kills: int = known.get("kills", 0)
+        self.left = [Kill(**each) for each in known.get("left", ())]
+
+    def add(self, left: Sequence[Kill]) -> None:
+        """One more, and the trial that its victim had, if any."""
+        self.kills += 1
+        self.left += left
+        facts = {"kills": self.kills, "left": [asdict(each) for each in self.left]}
+        self._path.write_text(json.dumps(facts))
+
+
+def left_by(pid: int, ledger: Ledger, folder: Path) -> list[Kill]:
+    """The trial that a dead worker had begun to train, and where it can go on."""
+    rows = [each for each in ledger.planned_trials() if not each.state.is_finished()]
+    rows = [each for each in rows if worker_of(each.user_attrs) == pid]
+    return [
+        Kill(
+            key=row.user_attrs["key"],
+            attempt=len(row.user_attrs.get("starts", ())),
+            step=latest_step(folder / row.user_attrs["key"]),
+        )
+        for row in rows
+    ]
+
+
+def next_in_training(ledger: Ledger, crew: Crew) -> tuple[str, int]:
+    """The trial that begins, or goes on, next, and its process; 0 when all end."""
     before = begun(ledger)
     while crew.busy():
         now = begun(ledger)
         new = [key for key in now if now[key][0] > before[key][0]]
         if new:
-            return now[new[0]][1]
+            return new[0], now[new[0]][1]
         time.sleep(0.02)
-    return 0
+    return "", 0
 
 
 def begun(ledger: Ledger) -> dict[str, tuple[int, int]]:
     """By trial: how often training began or went on, and the last worker's number."""
     rows = [each.user_attrs for each in ledger.planned_trials()]
-    return {
-        x["key"]: (
-            len(x.get("starts", ())),
-            int(x.get("worker", "0").rpartition(":")[2]),
-        )
-        for x in rows
-    }
+    return {x["key"]: (len(x.get("starts", ())), worker_of(x)) for x in rows}
 
 
-def read(ledger: Ledger, kills: int = 0) -> Disturbed:
+def worker_of(facts: dict[str, Any]) -> int:
+    """The number of the process that has, or had, a trial; 0: nobody yet."""
+    return int(facts.get("worker", "0").rpartition(":")[2])
+
+
+def read(ledger: Ledger, tally: Tally) -> Disturbed:
     """The curves by key, and how each trial's attempts began."""
     rows = ledger.planned_trials()
     if not all(each.state.is_finished() for each in rows):
         raise RuntimeError("A trial has not ended.")
-    starts = [each.user_attrs["starts"] for each in rows]
-    again = [each[1:] for each in starts]
-    late = [[s for i, s in enumerate(x) if s == 0 and any(x[:i])] for x in starts]
-    zeros = sum(each.count(0) for each in again)
-    broken = sum(map(len, late))
+    starts = {x.user_attrs["key"]: x.user_attrs["starts"] for x in rows}
+    again = [each for each in tally.left if each.attempt]
+    wrong = strays(starts, tally.left)
     return Disturbed(
         curves={x.user_attrs["key"]: x.user_attrs["curve"] for x in rows},
         rows=len(rows),
-        kills=kills,
-        interrupted=sum(map(len, again)),
-        restarts=zeros - broken,
-        from_start=broken,
+        kills=tally.kills,
+        interrupted=len(again),
+        resumed=sum(each.step > 0 for each in again),
+        restarts=sum(each.step == 0 for each in again),
+        astray=tuple(wrong),
     )
+
+
+def strays(starts: dict[str, list[int]], left: Sequence[Kill]) -> list[str]:
+    """What did not begin where it must: at 0 first, then at what each kill left.
+
+    An attempt that no kill explains is one as well.
+    """
+    found = []
+    for key, steps in starts.items():
+        wanted = {each.attempt: each.step for each in left if each.key == key}
+        for attempt, step in enumerate(steps):
+            right = wanted.get(attempt, None if attempt else 0)
+            if step != right:
+                found.append(f"{key}, attempt {attempt}: began at {step}, not {right}")
+    return found
 
 
 def differences(one: Curves, other: Curves) -> list[str]:
@@ -210,20 +281,38 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="default: a temporary one")
-    parser.add_argument("--storage", help="default: an SQLite file")
+    storage = parser.add_mutually_exclusive_group()
+    storage.add_argument("--storage", help="default: an SQLite file")
+    storage.add_argument("--postgres", action="store_true", help="start a server")
     asked = parser.parse_args()
     spec = small_study()
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, server(asked.postgres) as started:
         base = asked.folder or Path(temporary)
         calm, wild = base / "calm", base / "wild"
         quiet = run_study(spec, f"sqlite:///{calm}/study.db", calm)
         renamed = replace(spec, name="kills-disturbed")
-        address = asked.storage or f"sqlite:///{wild}/study.db"
+        address = asked.storage or started or f"sqlite:///{wild}/study.db"
         hit = run_study(renamed, address, wild, kills=asked.kills, seed=asked.seed)
-    text = report(quiet, hit, "PostgreSQL" if asked.storage else "SQLite")
+    kind = "SQLite" if address.startswith("sqlite") else "PostgreSQL"
+    text = report(quiet, hit, kind)
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(text, encoding="utf-8")
     print(text)
+
+
+@contextlib.contextmanager
+def server(wanted: bool) -> Generator[str | None]:
+    """The address of a PostgreSQL server for this run; None where none is wanted.
+
+    With --folder a second run has a new, empty server: use --storage to go on.
+    """
+    if not wanted:
+        yield None
+        return
+    from tests.lab.study.postgres import postgres
+
+    with postgres() as found:
+        yield found.address
 
 
 def report(quiet: Disturbed, hit: Disturbed, kind: str) -> str:
@@ -238,15 +327,15 @@ def report(quiet: Disturbed, hit: Disturbed, kind: str) -> str:
         "trials that ended, each once": len(hit.curves),
         "points of curves compared": points,
         "trials whose numbers differ from the undisturbed study": len(wrong),
-        "attempts that trained from the start although a checkpoint existed": (
-            hit.from_start
-        ),
-        "attempts killed before the first checkpoint (1/16 of a trial)": hit.restarts,
+        "kills after a first checkpoint, to go on from": hit.resumed,
+        "kills before the first checkpoint (1/16 of a trial)": hit.restarts,
+        "attempts that began elsewhere than at the newest checkpoint": len(hit.astray),
     }
     lines = [f"| {name} | {value} |" for name, value in rows.items()]
     head = ["# Workers killed at random moments", "", "| | |", "|---|---:|"]
     note = ["", "`python -m benchmarks.study_kills`, 2 workers, digits, SGD and K-FAC."]
-    return "\n".join([*head, *lines, *note, f"Differing: {json.dumps(wrong)}", ""])
+    found = [f"Differing: {json.dumps(wrong)}", f"Astray: {json.dumps(hit.astray)}"]
+    return "\n".join([*head, *lines, *note, *found, ""])
 
 
 if __name__ == "__main__":

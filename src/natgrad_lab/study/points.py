@@ -218,7 +218,8 @@ def make_plan(spec: StudySpec) -> dict[str, Planned]:
     """Every trial by key, in order. Loads the data to know how many examples."""
     method = next(iter(spec.methods))
     config = base_config(spec, method, spec.methods[method])
-    dataset = data.load(config.data.name, config.data.root)
+    asked = config.data
+    dataset = data.load(asked.name, asked.root, **asked.options)
     examples = len(dataset.train)
     plan: dict[str, Planned] = {}
     for point in points(spec):

@@ -1,16 +1,12 @@
 """The same study on a real PostgreSQL server, started here on loopback."""
 
-import os
-import shutil
-import socket
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from benchmarks.study_kills import differences, run_study
 from tests.lab.study.made import tiny
+from tests.lab.study.postgres import MissingError, Server, postgres
 
 from natgrad_lab.study.ledger import Ledger
 from natgrad_lab.study.points import make_plan
@@ -18,53 +14,20 @@ from natgrad_lab.study.status import read_status
 from natgrad_lab.study.storage import Storage, StorageError
 
 
-def programs() -> Path | None:
-    """The folder of initdb and pg_ctl: on the path, or where Debian puts it."""
-    found = shutil.which("initdb")
-    if found:
-        return Path(found).resolve().parent
-    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    return versions[-1].parent if versions else None
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The address of a database on a new server."""
-    where = programs()
-    if where is None:
-        pytest.skip("PostgreSQL is not installed (Debian: postgresql)")
-    prefix = []
-    if os.getuid() == 0:  # PostgreSQL refuses to run as root
-        if not shutil.which("runuser"):
-            pytest.skip("PostgreSQL needs a user that is not root")
-        prefix = ["runuser", "-u", "postgres", "--"]
-    base = Path(tempfile.mkdtemp(prefix="natgrad-postgres-"))
-    if prefix:
-        shutil.chown(base, "postgres")
-    port, log = free_port(), base / "log"
-
-    def run(*command: str) -> None:
-        done = subprocess.run(
-            [*prefix, *command], cwd=base, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    initdb, control = str(where / "initdb"), str(where / "pg_ctl")
-    data = ["-D", str(base / "data")]
-    run(initdb, *data, "-U", "natgrad", "-A", "trust", "--no-sync")
-    options = f"-p {port} -c listen_addresses=127.0.0.1 -c fsync=off -k {base}"
-    run(control, *data, "-l", str(log), "-o", options, "-w", "start")
+def running() -> Iterator[Server]:
+    """A server of its own for this file."""
     try:
-        yield f"postgresql://natgrad@127.0.0.1:{port}/postgres"
-    finally:
-        run(control, *data, "-m", "immediate", "stop")
-        shutil.rmtree(base)
+        with postgres() as found:
+            yield found
+    except MissingError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture
+def server(running: Server) -> str:
+    """The address of its database."""
+    return running.address
 
 
 @pytest.mark.slow
@@ -72,9 +35,12 @@ def server() -> Iterator[str]:
 def test_two_workers_one_killed_and_the_numbers_are_sqlite_s(
     server: str, trained: tuple[Ledger, Path], tmp_path: Path
 ) -> None:
-    hit = run_study(tiny(), server, tmp_path, kills=1, pause=(0.0, 0.2), seconds=200)
+    hit = run_study(
+        tiny(), server, tmp_path, kills=2, pause=(0.0, 0.1), seconds=200, saved=True
+    )
     calm = {x.user_attrs["key"]: x.user_attrs["curve"] for x in trained[0].trials()}
-    assert (hit.rows, hit.kills, hit.from_start) == (6, 1, 0)
+    assert (hit.rows, hit.kills, hit.astray) == (6, 2, ())
+    assert hit.resumed >= 1
     assert differences(calm, hit.curves) == []
     status = read_status(Ledger(Storage(server), "tiny"))
     assert (status.ended, status.total) == (6, 6)

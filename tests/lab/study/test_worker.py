@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.study_kills import differences, run_study
+from benchmarks.study_kills import Kill, differences, run_study, strays
 from optuna.trial import TrialState
 from tests.lab.study.made import one, tiny
 
@@ -98,13 +98,30 @@ def test_workers_may_be_killed_at_any_moment(
     trained: tuple[Ledger, Path], tmp_path: Path
 ) -> None:
     address = f"sqlite:///{tmp_path}/study.db"
-    hit = run_study(tiny(), address, tmp_path, kills=3, pause=(0.0, 0.3), seconds=200)
+    hit = run_study(
+        tiny(), address, tmp_path, kills=3, pause=(0.0, 0.1), seconds=200, saved=True
+    )
     calm = {x.user_attrs["key"]: x.user_attrs["curve"] for x in trained[0].trials()}
     assert hit.kills == 3
-    assert hit.interrupted >= 1
+    assert hit.resumed >= 1
     assert hit.rows == len(hit.curves) == 6
     assert differences(calm, hit.curves) == []
-    assert hit.from_start == 0
+    assert hit.astray == ()
+
+
+def test_attempts_that_begin_elsewhere_than_at_a_checkpoint_are_seen() -> None:
+    left = [Kill(key="a", attempt=1, step=9), Kill(key="a", attempt=2, step=18)]
+    assert strays({"a": [0, 9, 18], "b": [0]}, left) == []
+    assert strays({"a": [0, 0, 0]}, left) == [
+        "a, attempt 1: began at 0, not 9",
+        "a, attempt 2: began at 0, not 18",
+    ]
+    assert strays({"a": [0, 9, 18, 18]}, left) == [
+        "a, attempt 3: began at 18, not None"
+    ]
+    assert strays({"b": [5]}, left) == ["b, attempt 0: began at 5, not 0"]
+    early = [Kill(key="a", attempt=0, step=0)]  # taken, but not begun
+    assert strays({"a": [0]}, early) == []
 
 
 def test_curvature_that_has_no_inverse_is_divergence(
