@@ -4,6 +4,9 @@ Rank 0 looks for a profile, compares the strategies by `choose_strategy` and tel
 other ranks. The profile is the first of: the ``profile`` argument, the file that
 ``$NATGRAD_PROFILE`` names, the file that ``natgrad calibrate`` writes by default, and
 built-in numbers that are nobody's machine, which it says.
+
+What a forward and a backward take is not known when it chooses: strategies within 5% of
+each other in the seconds that they add to those are one to it.
 """
 
 import os
@@ -110,8 +113,8 @@ def _mean_interval(after: Callable[[int, Timing], int]) -> float:
 class Automatic:
     """A choice on all ranks, and its overhead over SGD once passes were timed.
 
-    Construction is collective; rank 0 prints, on stderr. ``make_plan`` is the given
-    one, a partial of `natgrad.plan.make_plan`, with the strategy that was chosen.
+    Construction is collective; rank 0 prints, on stderr. `make_plan` is the given one,
+    a partial of `natgrad.plan.make_plan`, with the strategy that was chosen.
 
     Steps that estimate statistics take longer by the time that takes. Passes are from
     the start of a step's first forward to `stop`, which the curvature's step calls.
@@ -131,14 +134,27 @@ class Automatic:
         self._given, self._config, self._device = make_plan, config, device
         self._profile, self._main = profile, rank_of(group) == 0
         self._interval = intervals(config.refresh)[0]
+        self._group = group
+        self._gradients: str = make_plan.keywords["gradients"]
         self.choice = decided_by_first(self._choose, group)
-        found = {"strategy": self.choice.strategy, "costs": self.choice.cost}
-        self.make_plan = partial(make_plan, **found)
         self.overhead: float | None = None
         self._spent: dict[bool, list[float]] = {True: [], False: []}
         self._steps = 0
         self._began: float | None = None
         self._handle = model.register_forward_pre_hook(self._start)
+
+    def make_plan(self, **changes: Any) -> Plan:
+        """The plan of the strategy chosen; collective if ``gradients`` have changed.
+
+        Who averages gradients decides what a strategy costs, so that a model that DDP
+        wraps after all is chosen for anew.
+        """
+        gradients = changes.get("gradients", self._gradients)
+        if gradients != self._gradients:
+            self._gradients = gradients
+            self.choice = decided_by_first(self._choose, self._group)
+        found = {"strategy": self.choice.strategy, "costs": self.choice.cost}
+        return self._given(**{"gradients": self._gradients, **found, **changes})
 
     def _choose(self) -> Choice:
         given = self._given.keywords
@@ -151,7 +167,8 @@ class Automatic:
             statistics=statistics,
             inverses=inverses,
             inverse=given["inverse"],
-            gradients=given["gradients"],
+            scale=self._config.scale,
+            gradients=self._gradients,
             placement=given["placement"],
         )
         say(f"natgrad: profile {where}\nnatgrad: strategy {choice.reasons}")
@@ -184,7 +201,7 @@ class Automatic:
         passes = median(plain or due)
         estimate = max(0.0, median(due) - passes) if plain and due else 0.0
         # DDP's exchange is under the backward that was timed; ours comes on top.
-        own = self._given.keywords["gradients"] == "own"
+        own = self._gradients == "own"
         step = passes + (self.choice.sgd if own else 0.0)
         self.overhead = (self.choice.added + estimate / self._interval) / step
         if self._main:

@@ -5,11 +5,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import tyro
 
-from natgrad.plan import make_plan
+from natgrad import KFAC, SPNGD, Adaptive, Every, Polar
+from natgrad.config import Curvature
+from natgrad.plan import HardwareProfile, make_plan
+from natgrad.plan.profile import Link
 from natgrad_lab import cli
 from natgrad_lab.errors import UserError
-from natgrad_lab.simulate.memory import exchange_bytes, memory_by_rank, parse_size
+from natgrad_lab.simulate.asked import METHODS, STRATEGIES, Asked, curvature_of
+from natgrad_lab.simulate.memory import (
+    exchange_bytes,
+    keeps_of,
+    memory_by_rank,
+    parse_size,
+)
 from natgrad_lab.simulate.plan_command import main
 from natgrad_lab.simulate.work import work_of
 
@@ -40,12 +51,14 @@ def test_memory_adds_up() -> None:
     work = work_of("resnet8", norm="unit")
     for strategy in ("spngd", "factor_wise"):
         plan = make_plan(work.specs, world=4, strategy=strategy)
-        rows = memory_by_rank(plan, work, batch=2)
+        rows = memory_by_rank(plan, work, batch=2, sharded=True)
         weights = 4 * work.parameters
         momentum = sum(row["momentum"] for row in rows)
         assert momentum == (weights if strategy == "spngd" else 4 * weights)
         held = sum(row["statistics"] for row in rows)
-        assert held == plan.statistics_bytes
+        assert held == 4 * sum(spec.packed for spec in plan.statistics)
+        plain = memory_by_rank(plan, work, batch=2, sharded=False)
+        assert {row["momentum"] for row in plain} == {weights}
         for row in rows:
             assert row["total"] == sum(v for k, v in row.items() if k != "total")
 
@@ -57,6 +70,20 @@ def test_bytes_by_packing_and_precision() -> None:
     assert row["whole"] / 2**20 == pytest.approx(587, abs=1)
     assert row["packed"] == pytest.approx(row["whole"] / 2, rel=0.01)
     assert row["packed_half"] * 2 == row["packed"]
+
+
+def test_a_mean_step_moves_what_is_due_in_it() -> None:
+    work = work_of("resnet20", corrected=True)
+    plan = make_plan(work.specs, world=2, strategy="factor_wise")
+    rows = exchange_bytes(plan, statistics=2, inverses=10)
+    assert rows["reduce_statistics"]["mean"] == rows["reduce_statistics"]["packed"] / 2
+    assert rows["reduce_gradients"]["mean"] == rows["reduce_gradients"]["packed"]
+    items = plan.exchanges["share_inverses"].items
+    moments = sum(i.elements for i in items if i.name.endswith("/S"))
+    rest = sum(i.elements for i in items) - moments
+    assert rows["share_inverses"]["mean"] == pytest.approx(
+        4 * (moments / 2 + rest / 10)
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,6 +134,89 @@ def test_auto_says_why_and_plans_that(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_split_is_said_to_be_planned_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = "--model resnet50 --world 64 --inverse factored --profile abci --split"
-    assert main(arguments.split()) == 0
-    assert "planned, not executed" in capsys.readouterr().out
+    arguments = ["--model", "resnet50", "--world", "64", "--split", "--profile", "abci"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    for word in ("planned, not executed", "share_factors", "gather_columns"):
+        assert word in text
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["splits"]
+
+
+def test_a_split_that_cannot_be_is_refused_before_anything_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for given in ("--inverse eigen", "--scale adaptive"):
+        with pytest.raises(UserError, match="--split"):
+            main(["--model", "resnet8", "--split", *given.split()])
+    assert capsys.readouterr().out == ""
+
+
+def test_links_count_without_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    """Small factors are worth dividing only where moving them is free."""
+    assert main(["--model", "resnet8", "--world", "64", "--split", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["splits"] == []
+    free = Link(latency=0.0, bandwidth=1e18)
+    plan = make_plan(
+        work_of("resnet8").specs,
+        world=64,
+        inverse="factored",
+        split=8,
+        profile=HardwareProfile(name="free", inside=free, between=free),
+    )
+    assert plan.splits
+
+
+# -- methods --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["kfac", "spngd", "polar"])
+def test_a_method_is_that_of_the_library(method: str) -> None:
+    """All that decides memory, traffic or seconds is the library's default."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    makers = {
+        "kfac": lambda: KFAC(model, lr=1.0),
+        "spngd": lambda: SPNGD(model, lr=0.1),
+        "polar": lambda: Polar(model, lr=0.1),
+    }
+    with makers[method]() as optimizer:
+        real, found = optimizer.engine.config, METHODS[method]
+        for name in ("statistics", "scale", "rest", "damping_style", "decay"):
+            assert getattr(found, name) == getattr(real, name)
+        assert (found.norm, found.refresh) == (real.norm, real.refresh)
+        assert STRATEGIES[method] == optimizer.engine.plan.strategy
+        assert keeps_of(found) == keeps_of(real)
+
+
+def test_options_change_the_method() -> None:
+    def config(text: str) -> Curvature:
+        return curvature_of(tyro.cli(Asked, args=text.split()))
+
+    polar = config("--method polar --sides both")
+    assert (polar.statistics, polar.form, polar.decay) == ("both", "root", 0.8)
+    assert config("--inverse factored").form == "inverse"
+    assert config("--scale orthogonal").form == "root"
+    assert config("--statistics 3").refresh == Every(statistics=3, inverses=100)
+    assert config("--refresh adaptive").refresh == Adaptive()
+    assert config("--method spngd --inverses 4").refresh == Every(10, 4)
+    for text, message in (
+        ("--decay 1", "Invalid decay=1"),
+        ("--statistics 0", "Invalid statistics=0"),
+        ("--scale corrected --sides inputs", "scale='corrected'"),
+        ("--method polar --inverse eigen", "Invalid inverse='eigen'"),
+        ("--batch-per-rank 0", "Invalid batch_per_rank=0"),
+        ("--refresh adaptive --inverses 4", "--refresh adaptive"),
+    ):
+        with pytest.raises(UserError, match=message):
+            config(text)
+
+
+def test_polar_is_planned_with_inputs_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "resnet8", "--world", "2", "--method", "polar"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    kinds = {s["kind"] for block in found["blocks"] for s in block["statistics"]}
+    assert (kinds, found["strategy"]) == ({"A"}, "spngd")
+    assert any(rank["moment_bytes"] for rank in found["ranks"])
+    assert main(arguments) == 0
+    assert "statistics every 5 steps" in capsys.readouterr().out

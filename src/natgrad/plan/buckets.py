@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import groupby
 
 from natgrad.plan.exchange import Exchange, Item
+from natgrad.plan.split import SPLIT_EXCHANGES
 from natgrad.plan.strategies import Ranks
 
 BUCKETS = 8
@@ -111,6 +112,11 @@ def make_buckets(
     A sum for some of the ranks goes to one of them first, which the second buckets
     then spread: ``(world - 1) e`` and ``(destinations - 1) e`` on the wire.
     """
+    if exchange.name in SPLIT_EXCHANGES:
+        raise ValueError(
+            f"{exchange.name} is of a plan made with split=, which is planned and "
+            "simulated but not executed. Must be made with split=1."
+        )
     items = exchange.select(names)
     if not exchange.reduces:
         return _fill(_shares(items, exchange.world), limit), ()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from natgrad.plan.cost import CostModel
-from natgrad.plan.plan import FLOAT_BYTES, make_plan
+from natgrad.plan.plan import make_plan
 from natgrad.plan.predict import added_seconds, nearest
 from natgrad.plan.profile import HardwareProfile
-from natgrad.plan.spec import BlockSpec
+from natgrad.plan.spec import FLOAT_BYTES, BlockSpec
 from natgrad.plan.strategies import Strategy, find_strategy
 
 # From the least memory and traffic of inverses to the most.
@@ -21,7 +21,7 @@ CANDIDATES = (
     "hybrid(0.5)",
     "factor_wise",
 )
-# Whole steps that differ by less are one to the model, whose own error is larger.
+# What differs by less is one to the model, whose own error is larger.
 TIE = 0.05
 Weights = Mapping[str, float]
 
@@ -60,6 +60,11 @@ class Choice:
         return self.added / (self.compute + self.sgd) if self.compute else None
 
     @property
+    def compared(self) -> str:
+        """What differences were taken relative to."""
+        return "step" if self.compute else "seconds beside forward and backward"
+
+    @property
     def reasons(self) -> str:
         """A readable account: every candidate's milliseconds a step by phase."""
         parts = self.phases[self.strategy]
@@ -67,7 +72,8 @@ class Choice:
         over = f" ({100 * self.overhead:+.1f}%)" if self.overhead is not None else ""
         rows = [
             f"{self.strategy} on {self.world} ranks of {self.machine}: "
-            f"{1e3 * self.added:+.3g} ms a step over SGD{over}",
+            f"{1e3 * self.added:+.3g} ms a step over SGD{over}; of those within "
+            f"{100 * TIE:.0f}% of the least {self.compared}, the one that shares least",
             f"{'ms a step':<{width}}{'total':>9}" + "".join(f"{p:>19}" for p in parts),
         ]
         for name in sorted(self.seconds, key=lambda name: self.seconds[name]):
@@ -84,6 +90,8 @@ def choose_strategy(
     statistics: float = 10,
     inverses: float = 100,
     inverse: str = "eigen",
+    scale: str = "kronecker",
+    half: Collection[str] = (),
     gradients: str = "own",
     compute: float = 0.0,
     estimate: float = 0.0,
@@ -92,7 +100,9 @@ def choose_strategy(
 ) -> Choice:
     """The candidate with the least mean seconds a step on this machine.
 
-    Of those within 5% of the fastest step, the first.
+    Of those within 5% of the fastest, the first: 5% of the step if ``compute`` is
+    given, else of the seconds that a step takes beside forward and backward. By
+    formulas without overlap, which `natgrad simulate` has.
 
     Args:
         specs: The model's blocks.
@@ -100,6 +110,8 @@ def choose_strategy(
         profile: The machine.
         statistics, inverses: Steps between estimates, and between inversions.
         inverse: "eigen" or "factored".
+        scale: The rule that preconditions, as in `natgrad.config.Curvature`.
+        half: Exchanges in half precision.
         gradients: "own", or "ddp" if all ranks have the mean already.
         compute: Seconds of a forward and a backward pass on one rank.
         estimate: Seconds of estimating all statistics once on one rank.
@@ -109,7 +121,7 @@ def choose_strategy(
     """
     if not candidates:
         raise ValueError("Invalid candidates=(). Must name at least one strategy.")
-    cost = profile.cost(inverse)
+    cost = profile.cost(inverse, scale)
     crowd = profile.slowdown(world)
     sgd = sgd_exchange(specs, world, profile)
     # DDP's all-reduce is part of every candidate as it is of SGD.
@@ -126,7 +138,7 @@ def choose_strategy(
             gradients=gradients,
             inverse=inverse,
         )
-        added = added_seconds(plan, profile, statistics, inverses)
+        added = added_seconds(plan, profile, statistics, inverses, half=half)
         phases[each.name] = common | added
     totals = {name: sum(parts.values()) for name, parts in phases.items()}
     known = crowd * compute

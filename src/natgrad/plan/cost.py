@@ -7,12 +7,18 @@ well elsewhere; pass ``measured`` seconds where they do not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from natgrad.plan.spec import BlockSpec, StatisticSpec
 
 INVERSES = ("eigen", "factored")
+POLAR_STEPS = 6
+"""Iterations of `natgrad.math.polar`."""
+Rates = tuple[tuple[float, float], ...]
+"""Sizes, ascending, with the seconds a floating-point operation of a product takes."""
 
 
 def check_inverse(inverse: str) -> str:
@@ -34,6 +40,8 @@ class CostModel:
         invert_call: Seconds of overhead a matrix statistic, if not ``call``.
         element: Seconds per element of a diagonal.
         flop: Seconds per floating-point operation of a matrix product.
+        flops: The same by size, where it was measured; see `rate_at`.
+        scale: The rule that preconditions, as in `natgrad.config.Curvature`.
         measured: Seconds by statistic name; statistics missing here are modelled.
             Must be the same on all ranks: the plan follows from it.
     """
@@ -47,6 +55,8 @@ class CostModel:
     invert_call: float | None = None
     element: float = 1e-9
     flop: float = 2e-11
+    flops: Rates = ()
+    scale: str = "kronecker"
     measured: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
@@ -73,13 +83,40 @@ class CostModel:
         """Seconds to apply a block's inverses to its gradient once."""
         if not block.statistics:
             return 0.0
-        # Into the eigenbasis and out again: twice the products of a dense inverse.
-        passes = 2 if self.inverse == "eigen" else 1
-        flops = sum(
-            2 * passes * block.elements * (1 if spec.diagonal else spec.size)
-            for spec in block.statistics
-        )
-        return self.call + self.flop * flops
+        factors = {spec.kind for spec in block.statistics} <= {"A", "G", "S"}
+        polar = factors and self.scale == "orthogonal"
+        # Into the eigenbasis and out again, or whitened and back: twice the products
+        # of a dense inverse.
+        passes = 2 if self.inverse == "eigen" or polar else 1
+        seconds = self.call
+        for spec in block.statistics:
+            flops = 2 * passes * block.elements * (1 if spec.diagonal else spec.size)
+            width = (block.rows * block.cols * spec.size) ** (1 / 3)
+            rate = self.flop if spec.diagonal else self.product(width)
+            seconds += rate * flops
+        return seconds + (self._polar(block) if polar else 0.0)
+
+    def product(self, size: float) -> float:
+        """Seconds a flop of a product whose three dims have this geometric mean."""
+        return rate_at(self.flops, size) if self.flops else self.flop
+
+    def _polar(self, block: BlockSpec) -> float:
+        """Each iteration: a Gram matrix, its square, and the product with that."""
+        k, n = sorted((block.rows, block.cols))
+        wide, square = 4 * k * k * n, 2 * k**3
+        rates = self.product((k * k * n) ** (1 / 3)), self.product(k)
+        return POLAR_STEPS * block.stack * (rates[0] * wide + rates[1] * square)
+
+
+def rate_at(rates: Rates, size: float) -> float:
+    """Between the sizes measured on a line in logarithms; beyond them as at the end."""
+    if size <= rates[0][0]:
+        return rates[0][1]
+    for (a, low), (b, high) in pairwise(rates):
+        if size <= b:
+            share = math.log(size / a) / math.log(b / a)
+            return low * (high / low) ** share
+    return rates[-1][1]
 
 
 def inverse_elements(spec: StatisticSpec, inverse: str) -> int:
@@ -89,7 +126,12 @@ def inverse_elements(spec: StatisticSpec, inverse: str) -> int:
     eigendecomposition is vectors and values, ``s (n n + n)``; a diagonal ``s n``. The
     one statistic of a normalisation layer is inverted densely in either style.
     """
-    one_sided = spec.kind not in ("A", "G")
-    if spec.diagonal or one_sided or check_inverse(inverse) == "factored":
-        return spec.packed
-    return spec.elements + spec.stack * spec.size
+    if keeps_basis(spec, inverse):
+        return spec.elements + spec.stack * spec.size
+    return spec.packed
+
+
+def keeps_basis(spec: StatisticSpec, inverse: str) -> bool:
+    """Whether an inverse is kept as eigenvectors and eigenvalues."""
+    eigen = check_inverse(inverse) == "eigen"
+    return eigen and spec.kind in ("A", "G") and not spec.diagonal

@@ -16,8 +16,9 @@ def size_text(count: float) -> str:
 
 
 def describe_plan(plan: Mapping[str, Any], limit: int = 16) -> str:
-    """Render ``Plan.to_dict()``: totals, exchanges and up to ``limit`` ranks."""
-    return "\n".join([*_totals(plan), "", *_exchanges(plan), "", *_ranks(plan, limit)])
+    """Render ``Plan.to_dict()``: totals, exchanges, splits, up to ``limit`` ranks."""
+    parts = [*_totals(plan), "", *_exchanges(plan), *_splits(plan, limit), ""]
+    return "\n".join([*parts, *_ranks(plan, limit)])
 
 
 def _totals(plan: Mapping[str, Any]) -> list[str]:
@@ -27,7 +28,8 @@ def _totals(plan: Mapping[str, Any]) -> list[str]:
     size = size_text(plan["statistics_bytes"])
     return [
         f"{plan['strategy']} on {plan['world']} ranks, placed {plan['placement']}",
-        f"{plan['layers']} layers, {len(plan['blocks'])} blocks, statistics {size}",
+        f"{plan['layers']} layers, {len(plan['blocks'])} blocks, "
+        f"statistics {size} as whole matrices",
         f"slowest rank {max(seconds):.3g} s, mean {mean:.3g} s, "
         f"imbalance {imbalance:.2f}",
     ]
@@ -39,6 +41,19 @@ def _exchanges(plan: Mapping[str, Any]) -> list[str]:
         payload, wire = size_text(x["bytes"]), size_text(x["wire_bytes"])
         rows.append(f"{name:<18}{x['items']:>7}{payload:>13}{wire:>13}")
     return rows
+
+
+def _splits(plan: Mapping[str, Any], limit: int) -> list[str]:
+    splits = plan["splits"]
+    if not splits:
+        return []
+    rows = ["", "divided by columns (planned and simulated, not executed)"]
+    for split in splits[:limit]:
+        whole, part = split["whole_seconds"], split["seconds"]
+        ranks = ", ".join(map(str, split["ranks"]))
+        rows.append(f"{split['statistic']}: {whole:.3g} s -> {part:.3g} s on {ranks}")
+    left = len(splits) - limit
+    return [*rows, f"({left} more are not shown)"] if left > 0 else rows
 
 
 def _ranks(plan: Mapping[str, Any], limit: int) -> list[str]:

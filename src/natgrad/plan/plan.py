@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from natgrad.plan.cost import CostModel, inverse_elements
+from natgrad.plan.check import check_plan
+from natgrad.plan.cost import CostModel
 from natgrad.plan.describe import describe_plan
 from natgrad.plan.exchange import Exchange, derive_exchanges
-from natgrad.plan.spec import BlockSpec, StatisticSpec
+from natgrad.plan.memory import Keeps, memory_of
+from natgrad.plan.profile import HardwareProfile
+from natgrad.plan.spec import FLOAT_BYTES, BlockSpec, StatisticSpec
+from natgrad.plan.split import LINKS, Split, loads_of, split_exchanges, split_large
 from natgrad.plan.strategies import (
     Ranks,
     Strategy,
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 GRADIENTS = ("own", "ddp")
-FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,12 @@ class Plan:
         owners: Statistic name to the rank that holds and inverts it.
         workers: Block name to the sorted ranks that precondition it.
         exchanges: What moves, by name: reduce_statistics, reduce_gradients,
-            share_inverses, share_updates.
+            share_inverses, share_updates; with splits also share_factors and
+            gather_columns.
         strategy, placement, gradients, inverse: What the plan was made from.
         cost: The cost model. It decided the owners but is not part of the digest.
+        splits: Factors whose inversion several ranks divide; see `split`. A plan with
+            any can be simulated but not executed.
     """
 
     world: int
@@ -55,6 +59,7 @@ class Plan:
     gradients: str
     inverse: str
     cost: CostModel
+    splits: tuple[Split, ...] = ()
 
     @cached_property
     def statistics(self) -> tuple[StatisticSpec, ...]:
@@ -68,7 +73,7 @@ class Plan:
 
     @property
     def statistics_bytes(self) -> int:
-        """Bytes of all statistics as held: whole matrices in float32."""
+        """Bytes of all statistics as whole float32 matrices, as papers count them."""
         return FLOAT_BYTES * sum(spec.elements for spec in self.statistics)
 
     def keepers(self, block: str) -> Ranks:
@@ -82,9 +87,7 @@ class Plan:
 
     def check(self) -> None:
         """Raise ValueError unless every rank gets what it needs, exactly once."""
-        _check_ranks(self)
-        _check_statistics(self)
-        _check_updates(self)
+        check_plan(self)
 
     def digest(self) -> str:
         """SHA-256 of all that ranks must agree on; equal plans have equal digests."""
@@ -94,23 +97,32 @@ class Plan:
         content["owners"] = dict(self.owners)
         content["workers"] = {k: list(v) for k, v in self.workers.items()}
         content["exchanges"] = {k: _totals(x) for k, x in self.exchanges.items()}
+        if self.splits:
+            content["splits"] = {s.name: list(s.ranks) for s in self.splits}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def ranks(self) -> list[dict[str, Any]]:
+    def ranks(self, keeps: Keeps | None = None) -> list[dict[str, Any]]:
         """What each rank holds and does.
 
-        ``statistics`` is how many it owns, ``elements`` and ``bytes`` their size as
-        whole float32 matrices, ``inverse_bytes`` the inverses it keeps for the blocks
-        it works on, ``seconds`` its modelled work when everything is refreshed,
-        ``sent`` and ``received`` its float32 bytes then, by exchange.
+        ``statistics`` is how many it owns, ``elements`` their size as whole matrices,
+        ``seconds`` its modelled work when everything is refreshed. Float32 bytes that
+        it keeps between steps, by a method that ``keeps`` describes (K-FAC's running
+        averages if None): ``bytes`` of averages, packed, ``history_bytes``,
+        ``inverse_bytes`` and ``moment_bytes``, as in `memory_of`. ``sent`` and
+        ``received`` are its float32 bytes when everything is refreshed, by exchange.
         """
         held = self._held()
+        kept = memory_of(self, keeps or Keeps())
         moved = {name: x.volumes() for name, x in self.exchanges.items()}
         return [
             {
                 "rank": rank,
                 **held[rank],
+                "bytes": kept[rank]["statistics"],
+                "history_bytes": kept[rank]["history"],
+                "inverse_bytes": kept[rank]["inverses"],
+                "moment_bytes": kept[rank]["moments"],
                 "sent": {k: FLOAT_BYTES * v[0][rank] for k, v in moved.items()},
                 "received": {k: FLOAT_BYTES * v[1][rank] for k, v in moved.items()},
             }
@@ -118,28 +130,29 @@ class Plan:
         ]
 
     def _held(self) -> list[dict[str, Any]]:
-        held = [_load(self, []) for _ in range(self.world)]
-        for spec in self.statistics:
-            mine = held[self.owners[spec.name]]
-            mine["statistics"] += 1
-            mine["elements"] += spec.elements
-            mine["bytes"] += FLOAT_BYTES * spec.elements
-            mine["seconds"] += self.cost.invert(spec)
-        columns: dict[Ranks, list[BlockSpec]] = {}
+        seconds = loads_of(self)
+        columns: dict[Ranks, float] = {}
         for block in self.blocks:
-            columns.setdefault(self.workers[block.name], []).append(block)
-        for ranks, blocks in columns.items():
-            load = _load(self, blocks)
+            ranks, spent = self.workers[block.name], self.cost.precondition(block)
+            columns[ranks] = columns.get(ranks, 0.0) + spent
+        for ranks, spent in columns.items():
             for rank in ranks:
-                for key, value in load.items():
-                    held[rank][key] += value
-        return held
+                seconds[rank] += spent
+        owned = [[0, 0] for _ in range(self.world)]
+        for spec in self.statistics:
+            mine = owned[self.owners[spec.name]]
+            mine[0] += 1
+            mine[1] += spec.elements
+        return [
+            {"statistics": count, "elements": elements, "seconds": spent}
+            for (count, elements), spent in zip(owned, seconds, strict=True)
+        ]
 
     def _by_all(self, block: BlockSpec) -> bool:
         return len(self.workers[block.name]) == self.world
 
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data: totals, blocks, exchanges and ``ranks()``."""
+    def to_dict(self, keeps: Keeps | None = None) -> dict[str, Any]:
+        """The plan as plain data: totals, blocks, exchanges, splits, ``ranks()``."""
         return {
             "world": self.world,
             "strategy": self.strategy,
@@ -151,7 +164,8 @@ class Plan:
             "statistics_bytes": self.statistics_bytes,
             "blocks": [self._block_dict(block) for block in self.blocks],
             "exchanges": {k: _totals(x) for k, x in self.exchanges.items()},
-            "ranks": self.ranks(),
+            "splits": [self._split_dict(split) for split in self.splits],
+            "ranks": self.ranks(keeps),
         }
 
     def _block_dict(self, block: BlockSpec) -> dict[str, Any]:
@@ -159,22 +173,18 @@ class Plan:
         owners = {spec.kind: self.owners[spec.name] for spec in block.statistics}
         return {**asdict(block), "owners": owners, "workers": workers}
 
-    def describe(self) -> str:
+    def _split_dict(self, split: Split) -> dict[str, Any]:
+        return {
+            "statistic": split.name,
+            "ranks": list(split.ranks),
+            "elements": [split.columns(i) for i in range(len(split.ranks))],
+            "seconds": split.seconds(self.cost),
+            "whole_seconds": self.cost.invert(split.spec),
+        }
+
+    def describe(self, keeps: Keeps | None = None) -> str:
         """A readable table: bytes held, bytes moved, work by rank, imbalance."""
-        return describe_plan(self.to_dict())
-
-
-def _load(plan: Plan, blocks: Sequence[BlockSpec]) -> dict[str, Any]:
-    """What preconditioning these blocks adds to a rank."""
-    specs = [spec for block in blocks for spec in block.statistics]
-    inverse = sum(inverse_elements(spec, plan.inverse) for spec in specs)
-    return {
-        "statistics": 0,
-        "elements": 0,
-        "bytes": 0,
-        "inverse_bytes": FLOAT_BYTES * inverse,
-        "seconds": sum(map(plan.cost.precondition, blocks)),
-    }
+        return describe_plan(self.to_dict(keeps))
 
 
 def _totals(exchange: Exchange) -> dict[str, int]:
@@ -184,73 +194,6 @@ def _totals(exchange: Exchange) -> dict[str, int]:
         "bytes": FLOAT_BYTES * exchange.elements(),
         "wire_bytes": FLOAT_BYTES * exchange.wire(),
     }
-
-
-def _check_ranks(plan: Plan) -> None:
-    names = Counter(block.name for block in plan.blocks)
-    names.update(spec.name for spec in plan.statistics)
-    for name, count in names.items():
-        if count > 1:
-            raise ValueError(f"The name {name!r} is used {count} times. Must be once.")
-    groups: dict[Ranks, str] = {}
-    for name, ranks in plan.workers.items():
-        groups.setdefault(ranks, f"workers of {name!r}")
-    for exchange in plan.exchanges.values():
-        for item in exchange.items:
-            for ranks in (item.sources, item.destinations):
-                groups.setdefault(ranks, f"{exchange.name} of {item.name!r}")
-    for ranks, what in groups.items():
-        ordered = all(a < b for a, b in pairwise(ranks))
-        if not (ranks and ordered and ranks[0] >= 0 and ranks[-1] < plan.world):
-            raise ValueError(
-                f"Invalid ranks {ranks} in {what}. Must be sorted, distinct and in "
-                f"[0, {plan.world})."
-            )
-
-
-def _check_statistics(plan: Plan) -> None:
-    reduced = _once(plan.exchanges["reduce_statistics"])
-    shared = _once(plan.exchanges["share_inverses"])
-    for spec in plan.statistics:
-        owner, workers = plan.owners.get(spec.name), plan.workers[spec.block]
-        if spec.name not in reduced or reduced[spec.name].destinations != (owner,):
-            raise ValueError(f"Statistic {spec.name!r} does not reach its one owner.")
-        item = shared.get(spec.name)
-        got = {owner} | set(item.destinations if item else ())
-        if not got.issuperset(workers) or (item and item.sources != (owner,)):
-            late = sorted(set(workers) - got)
-            raise ValueError(
-                f"Ranks {late} work on {spec.block!r} without the inverse of "
-                f"{spec.name!r} from its owner {owner}."
-            )
-
-
-def _check_updates(plan: Plan) -> None:
-    shared = _once(plan.exchanges["share_updates"])
-    reduced = _once(plan.exchanges["reduce_gradients"])
-    for block in plan.blocks:
-        workers = plan.workers[block.name]
-        served = list(workers)
-        if item := shared.get(block.name):
-            served += [rank for _, ranks in item.legs for rank in ranks]
-        if sorted(served) != list(range(plan.world)) or (
-            item and item.sources != workers
-        ):
-            raise ValueError(f"The update of {block.name!r} is not given once to each.")
-        gradient = reduced.get(block.name)
-        if plan.gradients == "own" and (
-            gradient is None or gradient.destinations != workers
-        ):
-            raise ValueError(f"The gradient of {block.name!r} misses a worker.")
-
-
-def _once(exchange: Exchange) -> dict[str, Any]:
-    items = {item.name: item for item in exchange.items}
-    if len(items) < len(exchange.items):
-        counts = Counter(item.name for item in exchange.items)
-        name = counts.most_common(1)[0][0]
-        raise ValueError(f"{exchange.name} moves {name!r} more than once.")
-    return items
 
 
 def make_plan(
@@ -263,6 +206,8 @@ def make_plan(
     costs: CostModel | Mapping[str, float] | None = None,
     gradients: str = "own",
     inverse: str = "eigen",
+    split: int = 1,
+    profile: HardwareProfile | None = None,
 ) -> Plan:
     """Plan a model's step on ``world`` ranks. No process is needed.
 
@@ -275,11 +220,16 @@ def make_plan(
         costs: A cost model, or measured seconds by statistic name.
         gradients: "own" if the library reduces gradients, "ddp" if that is done.
         inverse: "eigen" or "factored": what is computed and shared.
+        split: At most so many ranks divide the inversion of a factor larger than a
+            fair share, where that is faster; 1: none. Needs inverse="factored". Such
+            a plan is to look at and to simulate: the library does not execute it.
+        profile: The machine whose links a split's exchanges take; None: constants.
     """
     if world < 1:
         raise ValueError(f"Invalid world={world}. Must be >= 1.")
     if gradients not in GRADIENTS:
         raise ValueError(f"Invalid gradients={gradients!r}. Must be in {GRADIENTS}.")
+    _require_split(split, inverse)
     if not isinstance(costs, CostModel):
         costs = CostModel(inverse=inverse, measured=costs or {})
     chosen, blocks = find_strategy(strategy), _blocks_of(model, norm)
@@ -287,18 +237,31 @@ def make_plan(
     exchanges = derive_exchanges(
         blocks, owners, workers, world, gradients=gradients, inverse=inverse
     )
+    specs = [spec for block in blocks for spec in block.statistics]
+    splits = split_large(specs, owners, world, costs, split, profile or LINKS)
     return Plan(
         world=world,
         blocks=blocks,
         owners=owners,
         workers=workers,
-        exchanges=exchanges,
+        exchanges=exchanges | split_exchanges(splits, world),
         strategy=chosen.name,
         placement=placement,
         gradients=gradients,
         inverse=inverse,
         cost=costs,
+        splits=splits,
     )
+
+
+def _require_split(split: int, inverse: str) -> None:
+    if split < 1:
+        raise ValueError(f"Invalid split={split}. Must be >= 1.")
+    if split > 1 and inverse != "factored":
+        raise ValueError(
+            f"Invalid split={split} with inverse={inverse!r}. Must be 1, or "
+            "inverse='factored': an eigendecomposition is not divided by columns."
+        )
 
 
 def _blocks_of(

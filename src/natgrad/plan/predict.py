@@ -6,12 +6,14 @@ The formulas are those of `profile`; a step is taken phase by phase, without ove
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from natgrad.plan.buckets import Bucket, bucket_limit, make_buckets
 from natgrad.plan.exchange import Exchange, Item
-from natgrad.plan.plan import FLOAT_BYTES, Plan
+from natgrad.plan.plan import Plan
 from natgrad.plan.profile import Collective, HardwareProfile
+from natgrad.plan.spec import FLOAT_BYTES
+from natgrad.plan.split import SPLIT_EXCHANGES, loads_of
 
 Weights = Mapping[str, float]
 
@@ -32,8 +34,11 @@ def exchange_seconds(
 ) -> float:
     """Seconds of one exchange, or of its items ``names``, sent in one go.
 
-    ``weights`` scale items: the probability that a statistic is due.
+    ``weights`` scale items: the probability that a statistic is due. The exchanges of
+    splits are taken whole, with weights by statistic.
     """
+    if name in SPLIT_EXCHANGES:
+        return _divided(plan, profile, weights, element_bytes)
     exchange = plan.exchanges[name]
     items = exchange.items if names is None else exchange.select(names)
     sizes = [
@@ -93,6 +98,19 @@ def _columns(
     return profile.move_strided(size, len(ranks), -(-world // len(ranks)))
 
 
+def _divided(
+    plan: Plan, profile: HardwareProfile, weights: Weights | None, element_bytes: int
+) -> float:
+    """Splits run side by side; a rank that is in several takes them in turn."""
+    busy: dict[int, float] = {}
+    for split in plan.splits:
+        weight = 1.0 if weights is None else weights[split.name]
+        seconds = split.exchange_seconds(profile, weight * element_bytes)
+        for rank in split.ranks if weight else ():
+            busy[rank] = busy.get(rank, 0.0) + seconds
+    return max(busy.values(), default=0.0)
+
+
 def is_measured(profile: HardwareProfile, world: int) -> bool:
     """Whether exchanges between all ranks of this world were measured."""
     return profile.collective("reduce", world) is not None
@@ -149,9 +167,7 @@ def agree_seconds(profile: HardwareProfile, world: int) -> float:
 
 def loads(plan: Plan) -> tuple[list[float], list[float]]:
     """Seconds of each rank's inversions, and of its preconditioning, alone."""
-    invert, apply = [0.0] * plan.world, [0.0] * plan.world
-    for spec in plan.statistics:
-        invert[plan.owners[spec.name]] += plan.cost.invert(spec)
+    apply = [0.0] * plan.world
     everyone = 0.0
     for block in plan.blocks:
         ranks, seconds = plan.workers[block.name], plan.cost.precondition(block)
@@ -160,30 +176,61 @@ def loads(plan: Plan) -> tuple[list[float], list[float]]:
             continue
         for rank in ranks:
             apply[rank] += seconds
-    return invert, [everyone + seconds for seconds in apply]
+    return loads_of(plan), [everyone + seconds for seconds in apply]
 
 
 def added_seconds(
-    plan: Plan, profile: HardwareProfile, statistics: float, inverses: float
+    plan: Plan,
+    profile: HardwareProfile,
+    statistics: float,
+    inverses: float,
+    *,
+    half: Collection[str] = (),
 ) -> dict[str, float]:
     """Mean seconds a step that a plan adds to forward and backward, by phase.
 
     Statistics are reduced every ``statistics`` steps, inverted every ``inverses``.
-    Estimating them is not in it.
+    Estimating them is not in it. ``half`` names exchanges in half precision.
     """
     invert, precondition = (max(profile.finish(each)) for each in loads(plan))
     own = profile.slowdown(plan.world) * profile.block * len(plan.blocks)
     agree = agree_seconds(profile, plan.world)
 
     def moved(name: str) -> float:
-        return exchange_seconds(plan, name, profile)
+        size = FLOAT_BYTES // 2 if name in half else FLOAT_BYTES
+        return exchange_seconds(plan, name, profile, element_bytes=size)
 
-    return {
+    shared = _share_often(plan, profile, statistics, inverses, half)
+    divided = {x: moved(x) / inverses for x in SPLIT_EXCHANGES if plan.splits}
+    return divided | {
         "reduce_statistics": moved("reduce_statistics") / statistics,
         "invert": (invert + agree) / inverses,
-        "share_inverses": moved("share_inverses") / inverses,
+        "share_inverses": shared,
         "precondition": precondition,
         "reduce_gradients": moved("reduce_gradients"),
         "share_updates": moved("share_updates"),
         "overhead": own + AGREEMENTS * agree,
     }
+
+
+def _share_often(
+    plan: Plan,
+    profile: HardwareProfile,
+    statistics: float,
+    inverses: float,
+    half: Collection[str],
+) -> float:
+    """Mean seconds a step of sharing inverses. An S goes with every estimate."""
+    name = "share_inverses"
+    size = FLOAT_BYTES // 2 if name in half else FLOAT_BYTES
+    names = [item.name for item in plan.exchanges[name].items]
+    moments = [s.name for s in plan.statistics if s.kind == "S"]
+    if not moments:
+        return exchange_seconds(plan, name, profile, element_bytes=size) / inverses
+    often = [n for n in names if n in set(moments)]
+    rest = [n for n in names if n not in set(moments)]
+    parts = ((often, statistics), (rest, inverses))
+    return sum(
+        exchange_seconds(plan, name, profile, names=x, element_bytes=size) / interval
+        for x, interval in parts
+    )

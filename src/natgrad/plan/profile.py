@@ -17,10 +17,11 @@ ranks computes; when some are done before others, the rest go on faster.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from natgrad.plan.cost import CostModel
+from natgrad.plan.cost import CostModel, Rates, rate_at
 
 ALGORITHMS = ("ring", "tree")
 COLLECTIVES = ("reduce", "all_reduce", "gather", "agree")
@@ -124,8 +125,10 @@ class HardwareProfile:
         name, source: What it is and where its numbers are from.
         flop, conv_flop, statistics_flop: Seconds a floating-point operation of a
             product, of a convolution and of a statistic.
-        conv_statistics_flop: The same of a convolution's input statistic, counted as
-            by im2col; None: as ``statistics_flop``.
+        flops: ``flop`` by size: pairs of the geometric mean of a product's three dims
+            and its seconds a flop, ascending; (): ``flop`` at every size.
+        conv_statistics_flop: Seconds a flop of a convolution's input statistic,
+            counted as by im2col; None: as ``statistics_flop``.
         layer: Seconds of overhead a layer and pass.
         statistic, apply, block: Seconds of the library's own overhead for each
             statistic estimated, for each block that a rank preconditions, and for each
@@ -149,6 +152,7 @@ class HardwareProfile:
     flop: float = 2e-11
     conv_flop: float = 2e-11
     statistics_flop: float = 2e-11
+    flops: Rates = ()
     conv_statistics_flop: float | None = None
     layer: float = 2e-5
     statistic: float = 0.0
@@ -177,12 +181,22 @@ class HardwareProfile:
             raise ValueError(f"Invalid overlap={self.overlap}. Must be in [0, 1].")
         if any(not 1 <= value < float("inf") for value in self.crowding):
             raise ValueError(f"Invalid crowding={self.crowding}. Must be >= 1 each.")
+        sizes = [size for size, _ in self.flops]
+        if sizes != sorted(set(sizes)) or any(min(x) <= 0 for x in self.flops):
+            raise ValueError(
+                f"Invalid flops={self.flops}. Must be pairs of numbers > 0, sizes "
+                "ascending."
+            )
         if self.algorithm not in ALGORITHMS:
             raise ValueError(
                 f"Invalid algorithm={self.algorithm!r}. Must be one of {ALGORITHMS}."
             )
 
-    def cost(self, inverse: str = "eigen") -> CostModel:
+    def product(self, size: float) -> float:
+        """Seconds a flop of a product whose three dims have this geometric mean."""
+        return rate_at(self.flops, size) if self.flops else self.flop
+
+    def cost(self, inverse: str = "eigen", scale: str = "kronecker") -> CostModel:
         """The cost model for `make_plan` on this machine."""
         curve = self.eigen if inverse == "eigen" else self.cholesky
         return CostModel(
@@ -195,6 +209,8 @@ class HardwareProfile:
             call=self.layer + self.apply,
             element=self.element,
             flop=self.flop,
+            flops=self.flops,
+            scale=scale,
         )
 
     def nodes(self, ranks: int) -> tuple[int, int]:
@@ -243,6 +259,13 @@ class HardwareProfile:
         inside, nodes = self.nodes(ranks)
         return self._pass(self.inside, size, inside, calls) + self._pass(
             self.between, size, nodes, calls
+        )
+
+    def move_among(self, size: float, ranks: Sequence[int]) -> float:
+        """The same over these ranks, wherever they are."""
+        nodes = Counter(rank // self.ranks_per_node for rank in ranks)
+        return self._pass(self.inside, size, max(nodes.values()), 1) + self._pass(
+            self.between, size, len(nodes), 1
         )
 
     def move_strided(self, size: float, ranks: int, groups: int) -> float:

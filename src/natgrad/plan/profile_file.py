@@ -64,6 +64,7 @@ def profile_from_dict(data: Mapping[str, Any]) -> HardwareProfile:
         if key in given:
             given[key] = make(**given[key])
     given["crowding"] = tuple(given.get("crowding", ()))
+    given["flops"] = tuple((size, rate) for size, rate in given.get("flops", ()))
     measured = given.get("collectives", ())
     given["collectives"] = tuple(Collective(**each) for each in measured)
     models = given.get("models", {})
@@ -96,9 +97,9 @@ def _lines(value: Curve | Link | ModelTimes | Collective) -> list[str]:
     return [f"{name} = {_literal(getattr(value, name))}" for name in names]
 
 
-def _literal(value: str | float | tuple[float, ...]) -> str:
+def _literal(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"[{', '.join(map(repr, value))}]"
+        return f"[{', '.join(_literal(each) for each in value)}]"
     if isinstance(value, str):
         text = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
         return f'"{text}"'

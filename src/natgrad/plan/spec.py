@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FLOAT_BYTES = 4
 KINDS = ("A", "G", "S", "unit", "diag", "full")
 SIDES = ("right", "left", "both")
 

@@ -6,49 +6,38 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import tyro
 from rich.table import Table
 
+from natgrad.auto import intervals
 from natgrad_lab.errors import UserError
 from natgrad_lab.report.table import show
+from natgrad_lab.simulate.asked import (
+    SPLIT,
+    Asked,
+    curvature_of,
+    inverse_of,
+    work_asked,
+)
 from natgrad_lab.simulate.figures import gantt, scaling_figure
 from natgrad_lab.simulate.policy import Policy, every, reduced, replay
 from natgrad_lab.simulate.profile import find_profile
 from natgrad_lab.simulate.roles import Conditions
 from natgrad_lab.simulate.run import SGD, Method, Result, scaling
-from natgrad_lab.simulate.work import work_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateCommand:
+class SimulateCommand(Asked):
     """Simulate a training step: seconds by phase, a picture of it, scaling curves."""
 
-    model: str = "resnet50"
-    """A lab model."""
-    import_: Annotated[str | None, tyro.conf.arg(name="import")] = None
-    """package.module:function that returns a model, in place of --model."""
-    input: tuple[int, ...] = ()
-    """One example's shape; needed with --import."""
     profile: str = "abci"
     """abci, frontera, here (calibrated), or a file that natgrad calibrate wrote."""
     world: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
     """Numbers of ranks."""
     strategies: tuple[str, ...] = ("sgd", "layer_wise", "factor_wise")
     """sgd, spngd, layer_wise, factor_wise, hybrid(f)."""
-    placement: str = "longest_first"
-    """longest_first or round_robin."""
-    norm: Literal["skip", "unit", "diag", "full"] = "unit"
-    """Statistic of normalisation layers."""
-    inverse: Literal["eigen", "factored"] = "eigen"
-    """Eigendecomposition or Cholesky."""
-    gradients: Literal["own", "ddp"] = "own"
-    """Who averages gradients: the library, or DDP."""
-    statistics: int = 10
-    """Steps between estimates."""
-    inverses: int = 100
-    """Steps between inversions."""
     reduction: float | None = None
     """Share of statistics refreshed a step, in place of the intervals (adaptive)."""
     replay: Path | None = None
@@ -60,8 +49,6 @@ class SimulateCommand:
     """Epochs to train, one a strategy or one for all: shows hours to train."""
     examples: int = 1_281_167
     """Examples in an epoch; ImageNet's."""
-    batch_per_rank: int = 32
-    """Examples a rank."""
     half: tuple[str, ...] = ()
     """Exchanges in half precision, such as share_updates."""
     overlap: bool = True
@@ -76,8 +63,6 @@ class SimulateCommand:
     """How many times slower they are."""
     jitter: float = 0.0
     """Relative standard deviation of ranks' compute seconds."""
-    split: bool = False
-    """Divide factors larger than a fair share (planned, not executed)."""
     figures: Path | None = None
     """Folder for gantt.png and scaling.png."""
     json: bool = False
@@ -109,8 +94,7 @@ def run(asked: SimulateCommand) -> list[Result]:
     """Simulate what was asked for."""
     if not asked.world or min(asked.world) < 1:
         raise UserError(f"Invalid world={asked.world}. Must be numbers >= 1.")
-    shape = tuple(asked.input) or None
-    work = work_of(asked.import_ or asked.model, norm=asked.norm, shape=shape)
+    work = work_asked(asked, curvature_of(asked))
     profile, conditions = find_profile(asked.profile), conditions_of(asked)
     return [
         result
@@ -126,13 +110,15 @@ def method_of(asked: SimulateCommand, strategy: str, world: int) -> Method:
     """What is simulated on so many ranks."""
     if strategy == "sgd":
         return SGD
+    config = curvature_of(asked)
     return Method(
         strategy=strategy,
         placement=asked.placement,
-        inverse=asked.inverse,
+        inverse=inverse_of(config),
+        scale=config.scale,
         gradients=asked.gradients,
         policy=policy_of(asked, world),
-        split=asked.split,
+        split=SPLIT if asked.split else 1,
     )
 
 
@@ -172,7 +158,10 @@ def conditions_of(asked: SimulateCommand) -> Conditions:
 
 
 def policy_of(asked: SimulateCommand, world: int) -> Policy:
-    """The refresh policy: recorded, adaptive with a given rate, or by intervals."""
+    """The refresh policy: recorded, adaptive with a given rate, or by intervals.
+
+    Adaptive without a rate refreshes a tenth of the statistics in each step.
+    """
     if asked.replay is not None:
         return replay(asked.replay)
     if asked.reduction is not None:
@@ -183,7 +172,10 @@ def policy_of(asked: SimulateCommand, world: int) -> Policy:
         steps = asked.examples / (asked.batch_per_rank * world)
         interval = max(1, round(steps / asked.per_epoch))
         return every(max(1, round(interval / 10)), interval)
-    return every(asked.statistics, asked.inverses)
+    refresh = curvature_of(asked).refresh
+    statistics, inverses = (round(x) for x in intervals(refresh))
+    adaptive = refresh.tolerance is not None
+    return reduced(1 / statistics) if adaptive else every(statistics, inverses)
 
 
 def result_table(

@@ -4,63 +4,57 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
 
 import tyro
 from rich.table import Table
 
-from natgrad.plan import Choice, HardwareProfile, Plan, choose_strategy, make_plan
+from natgrad.auto import intervals
+from natgrad.config import Curvature
+from natgrad.plan import (
+    Choice,
+    CostModel,
+    HardwareProfile,
+    Plan,
+    choose_strategy,
+    make_plan,
+)
 from natgrad.plan.describe import size_text
-from natgrad.plan.split import loads_of, lower_bound, split_large
+from natgrad.plan.split import loads_of, lower_bound
 from natgrad_lab.errors import UserError
 from natgrad_lab.report.table import show
+from natgrad_lab.simulate.asked import (
+    SPLIT,
+    STRATEGIES,
+    Asked,
+    curvature_of,
+    inverse_of,
+    work_asked,
+)
 from natgrad_lab.simulate.memory import (
     exchange_bytes,
+    keeps_of,
     memory_by_rank,
     parse_size,
     require_fit,
 )
 from natgrad_lab.simulate.profile import find_profile
-from natgrad_lab.simulate.work import Work, work_of
-
-Norm = Literal["skip", "unit", "diag", "full"]
+from natgrad_lab.simulate.run import passes
+from natgrad_lab.simulate.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCommand:
+class PlanCommand(Asked):
     """Show what a run costs on each rank: memory, traffic and modelled seconds."""
 
-    model: str = "resnet50"
-    """A lab model."""
-    import_: Annotated[str | None, tyro.conf.arg(name="import")] = None
-    """package.module:function that returns a model, in place of --model."""
-    input: tuple[int, ...] = ()
-    """One example's shape; needed with --import."""
     world: int = 8
     """Number of ranks."""
-    strategy: str = "factor_wise"
+    strategy: str | None = None
     """spngd, layer_wise, factor_wise, hybrid(f), or auto: what the profile says."""
-    placement: str = "longest_first"
-    """longest_first or round_robin."""
-    norm: Norm = "unit"
-    """Statistic of normalisation layers."""
-    inverse: Literal["eigen", "factored"] = "eigen"
-    """Eigendecomposition or Cholesky."""
-    statistics: int = 10
-    """Steps between estimates, for auto."""
-    inverses: int = 100
-    """Steps between inversions, for auto."""
-    gradients: Literal["own", "ddp"] = "own"
-    """Who averages gradients: the library, or DDP."""
-    batch_per_rank: int = 32
-    """Examples a rank, for activations."""
     memory: str | None = None
     """Fail if a rank needs more: 16G."""
     profile: str | None = None
     """abci, frontera, here, or a calibrated file; None: the library's constants."""
-    split: bool = False
-    """Also plan to divide factors larger than a fair share (planned, not executed)."""
     json: bool = False
     """Print the plan as JSON."""
 
@@ -68,52 +62,82 @@ class PlanCommand:
 def main(arguments: Sequence[str]) -> int:
     """Parse, plan, check memory, print."""
     asked = tyro.cli(PlanCommand, prog="natgrad plan", args=list(arguments))
-    if asked.batch_per_rank < 1:
-        raise UserError(f"Invalid batch_per_rank={asked.batch_per_rank}. Must be >= 1.")
-    shape = tuple(asked.input) or None
-    work = work_of(asked.import_ or asked.model, norm=asked.norm, shape=shape)
+    config = curvature_of(asked)
+    work = work_asked(asked, config)
     profile = find_profile(asked.profile) if asked.profile else None
-    choice = _choose(asked, work, profile) if asked.strategy == "auto" else None
-    plan = make_plan(
-        work.specs,
-        world=asked.world,
-        strategy=choice.strategy if choice else asked.strategy,
-        placement=asked.placement,
-        costs=profile.cost(asked.inverse) if profile else None,
-        gradients=asked.gradients,
-        inverse=asked.inverse,
-    )
+    auto = asked.strategy == "auto"
+    choice = _choose(asked, config, work, profile) if auto else None
+    plan = plan_asked(asked, config, work, profile, choice)
     plan.check()
-    rows = memory_by_rank(plan, work, asked.batch_per_rank)
+    keeps, sharded = keeps_of(config), asked.method != "kfac"
+    rows = memory_by_rank(
+        plan, work, asked.batch_per_rank, keeps=keeps, sharded=sharded
+    )
     if asked.memory is not None:
         require_fit(rows, parse_size(asked.memory))
     if asked.json:
-        print(json.dumps(plan.to_dict(), indent=1))
+        print(json.dumps(plan.to_dict(keeps), indent=1))
         return 0
     if choice:
         print(choice.reasons, end="\n\n")
-    print(plan.describe())
+    print(plan.describe(keeps))
     show(memory_table(rows))
-    show(traffic_table(plan))
+    show(traffic_table(plan, *intervals(config.refresh)))
     print(left_out(work))
     if asked.split:
         print(split_text(plan))
     return 0
 
 
-def _choose(asked: PlanCommand, work: Work, profile: HardwareProfile | None) -> Choice:
+def plan_asked(
+    asked: PlanCommand,
+    config: Curvature,
+    work: Work,
+    profile: HardwareProfile | None,
+    choice: Choice | None,
+) -> Plan:
+    """The plan that a run of this method executes, or with --split would."""
+    inverse = inverse_of(config)
+    cost = CostModel(inverse=inverse)
+    if profile is not None:
+        cost = profile.cost(inverse, config.scale)
+    plan = make_plan(
+        work.specs,
+        world=asked.world,
+        strategy=choice.strategy if choice else _strategy(asked),
+        placement=asked.placement,
+        costs=cost,
+        gradients=asked.gradients,
+        inverse=inverse,
+        split=SPLIT if asked.split else 1,
+        profile=profile,
+    )
+    # The library's own placement does not look at the rule; its seconds depend on it.
+    return replace(plan, cost=replace(cost, scale=config.scale))
+
+
+def _strategy(asked: PlanCommand) -> str:
+    return asked.strategy or STRATEGIES[asked.method]
+
+
+def _choose(
+    asked: PlanCommand, config: Curvature, work: Work, profile: HardwareProfile | None
+) -> Choice:
     if profile is None:
         raise UserError("--strategy auto needs --profile: here, if it is calibrated.")
-    if min(asked.statistics, asked.inverses) < 1:
-        raise UserError("Invalid statistics or inverses. Must be >= 1.")
+    statistics, inverses = intervals(config.refresh)
+    compute, estimate = passes(work, profile, asked.batch_per_rank)
     return choose_strategy(
         work.specs,
         asked.world,
         profile,
-        statistics=asked.statistics,
-        inverses=max(asked.statistics, asked.inverses),
-        inverse=asked.inverse,
+        statistics=statistics,
+        inverses=inverses,
+        inverse=inverse_of(config),
+        scale=config.scale,
         gradients=asked.gradients,
+        compute=compute,
+        estimate=estimate,
         placement=asked.placement,
     )
 
@@ -133,19 +157,16 @@ def memory_table(rows: Sequence[dict[str, int]]) -> Table:
     return table
 
 
-def traffic_table(plan: Plan) -> Table:
+def traffic_table(plan: Plan, statistics: float, inverses: float) -> Table:
     """Payload by exchange in each precision."""
-    table = Table(title="payload of a step in which everything is due")
-    for title in (
-        "exchange",
-        "items",
-        "packed",
-        "packed, half",
-        "whole",
-        "whole, half",
-    ):
+    table = Table(
+        title="payload of a step in which everything is due, and of a mean one "
+        f"(statistics every {statistics:.3g} steps, inverses every {inverses:.3g})"
+    )
+    heads = ("packed", "packed, half", "whole", "whole, half", "mean", "mean, half")
+    for title in ("exchange", "items", *heads):
         table.add_column(title, justify="left" if title == "exchange" else "right")
-    for name, row in exchange_bytes(plan).items():
+    for name, row in exchange_bytes(plan, statistics, inverses).items():
         sizes = [size_text(value) for key, value in row.items() if key != "items"]
         table.add_row(name, str(row["items"]), *sizes)
     return table
@@ -162,17 +183,10 @@ def left_out(work: Work) -> str:
 
 
 def split_text(plan: Plan) -> str:
-    """The proposal for factors larger than a fair share, and what it would gain."""
-    splits, loads = split_large(plan)
-    before = max(loads_of(plan))
-    rows = [
-        f"slowest rank inverts for {before:.3g} s; no placement of whole factors is "
-        f"under {lower_bound(plan):.3g} s; divided: {max(loads):.3g} s "
-        "(planned, not executed)"
-    ]
-    for split in splits:
-        rows.append(
-            f"  {split.name}: {split.whole:.3g} s -> {split.seconds:.3g} s on "
-            f"{len(split.ranks)} ranks, {size_text(8 * split.elements)} more moved"
-        )
-    return "\n".join(rows)
+    """What dividing factors larger than a fair share would gain."""
+    whole = max(loads_of(replace(plan, splits=())))
+    return (
+        f"slowest rank inverts for {whole:.3g} s; no placement of whole factors is "
+        f"under {lower_bound(plan):.3g} s; with {len(plan.splits)} of them divided: "
+        f"{max(loads_of(plan)):.3g} s (planned, not executed)"
+    )

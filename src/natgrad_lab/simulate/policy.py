@@ -41,7 +41,12 @@ class Kind:
         return self.estimated if self.named is None else float(name in self.named[0])
 
     def inverts(self, name: str) -> float:
-        """How much of a statistic is inverted in such a step."""
+        """How much of a statistic is inverted in such a step.
+
+        Of an S there is nothing to invert: it is used as soon as it is estimated.
+        """
+        if name.endswith("/S"):
+            return self.estimates(name)
         return self.inverted if self.named is None else float(name in self.named[1])
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from natgrad.plan import HardwareProfile, Plan, make_plan
-from natgrad.plan.split import split_large
 from natgrad_lab.simulate.events import Timeline
 from natgrad_lab.simulate.policy import Kind, Policy, every, require_names
 from natgrad_lab.simulate.roles import Conditions
@@ -22,7 +21,9 @@ PHASES = (
     "statistics",
     "reduce_statistics",
     "reduce_gradients",
+    "share_factors",
     "invert",
+    "gather_columns",
     "share_inverses",
     "precondition",
     "share_updates",
@@ -39,7 +40,8 @@ class Method:
     """What is simulated: ``sgd``, or a strategy with its placement and policy.
 
     ``costs`` place statistics: the profile's, as with ``strategy="auto"``, or the
-    library's constants ("library"), as with a named strategy.
+    library's constants ("library"), as with a named strategy. ``split`` is
+    `make_plan`'s: the most ranks that divide one factor. ``scale`` is the rule.
     """
 
     strategy: str = "factor_wise"
@@ -47,8 +49,9 @@ class Method:
     inverse: str = "eigen"
     gradients: str = "own"
     policy: Policy = EVERY_STEP
-    split: bool = False
+    split: int = 1
     costs: str = "profile"
+    scale: str = "kronecker"
 
     @property
     def sgd(self) -> bool:
@@ -81,14 +84,17 @@ class Result:
 
 def plan_of(work: Work, profile: HardwareProfile, world: int, method: Method) -> Plan:
     """The plan that a run of this method executes."""
+    cost = profile.cost(method.inverse, method.scale)
     return make_plan(
         work.specs,
         world=world,
         strategy="factor_wise" if method.sgd else method.strategy,
         placement=method.placement,
-        costs=None if method.costs == "library" else profile.cost(method.inverse),
+        costs=None if method.costs == "library" else cost,
         gradients="ddp" if method.sgd else method.gradients,
         inverse=method.inverse,
+        split=method.split,
+        profile=profile,
     )
 
 
@@ -102,7 +108,6 @@ def simulate(
     """Mean step of a method on ``world`` ranks."""
     plan = plan_of(work, profile, world, method)
     require_names(method.policy, [spec.name for spec in plan.statistics])
-    splits = split_large(plan, profile=profile)[0] if method.split else []
     plain = (Kind(share=1.0, estimated=0.0, inverted=0.0),)
     seconds, longest, top = 0.0, Timeline(), -1.0
     phases: dict[str, float] = {}
@@ -113,7 +118,7 @@ def simulate(
             conditions=conditions or Conditions(),
             plan=plan,
             kind=kind,
-            splits=splits,
+            scale=method.scale,
             sgd=method.sgd,
         ).build()
         end = timeline.run()
@@ -130,6 +135,15 @@ def simulate(
         phases=ordered,
         longest=longest,
     )
+
+
+def passes(work: Work, profile: HardwareProfile, batch: int) -> tuple[float, float]:
+    """Seconds of a forward and a backward on one rank, and of all estimates once."""
+    kind = Kind(share=1.0, estimated=1.0, inverted=0.0)
+    method = Method(policy=(kind,))
+    phases = simulate(work, profile, 1, method, Conditions(batch=batch)).phases
+    forward, backward = (phases.get(x, 0.0) for x in ("forward", "backward"))
+    return forward + backward, phases.get("statistics", 0.0)
 
 
 def scaling(

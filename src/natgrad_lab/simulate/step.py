@@ -16,23 +16,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from natgrad.plan import BlockSpec, StatisticSpec
-from natgrad.plan.predict import AGREEMENTS
-from natgrad.plan.split import Split
+from natgrad.plan.predict import AGREEMENTS, exchange_seconds
+from natgrad.plan.split import BACK, OUT
 from natgrad_lab.simulate.events import Task, Timeline
 from natgrad_lab.simulate.exchanges import NETWORK, Exchanges, whole
 from natgrad_lab.simulate.roles import label, roles_of
 from natgrad_lab.simulate.work import Layer
+
+MEASURED = ("eigen", "kronecker")
+"""The inverse and rule of which `ModelTimes` has the seconds."""
 
 
 @dataclass(kw_only=True)
 class StepBuilder(Exchanges):
     """Adds a step's tasks to a timeline, in the order in which the library runs it."""
 
-    splits: Sequence[Split] = ()
+    scale: str = "kronecker"
 
     def build(self) -> Timeline:
         """Forward and backward with overlapped exchanges, then the curvature."""
@@ -51,10 +54,11 @@ class StepBuilder(Exchanges):
 
     def _price(self) -> None:
         """Seconds of each inversion and of preconditioning each block, alone."""
-        cost = self.profile.cost(self.plan.inverse)
+        cost = self.profile.cost(self.plan.inverse, self.scale)
         self.costs = {s.name: cost.invert(s) for s in self.plan.statistics}
+        self.parts = {s.name: s.seconds(cost) for s in self.plan.splits}
         self.applies = {b.name: cost.precondition(b) for b in self.plan.blocks}
-        if self.times is not None and self.plan.inverse == "eigen":
+        if self.times is not None and (self.plan.inverse, self.scale) == MEASURED:
             _scale_to(self.costs, self.times.invert)
             _scale_to(self.applies, self.times.precondition)
 
@@ -111,8 +115,11 @@ class StepBuilder(Exchanges):
             whole = times.forward if phase == "forward" else times.backward
             share = (1 + layer.forward_flops) / self._all_flops
             return whole * share * self.conditions.batch / times.batch
-        rate = self.profile.conv_flop if layer.convolves else self.profile.flop
         flops = times_two * layer.forward_flops * self.conditions.batch
+        width = (0.5 * layer.forward_flops * self.conditions.batch) ** (1 / 3)
+        rate = self.profile.conv_flop
+        if not layer.convolves:
+            rate = self.profile.product(width)
         return times_two * self.profile.layer + rate * flops
 
     def _statistic_seconds(self, layer: Layer, spec: StatisticSpec) -> float:
@@ -150,8 +157,10 @@ class StepBuilder(Exchanges):
         sent = [*sent, *self._agree(1, [*ends.values(), *sent[-1:]])]
         inverted = self._invert(ends, sent)
         agreed = self._agree(1 if self.kind.inverted else 0, inverted.values())
+        gathered = self._divide(BACK, inverted.values())
         shared = self._share("share_inverses", inverted, self.kind.inverts)
-        applied = self._precondition(inverted, shared or next(iter(agreed), None))
+        last = shared or gathered or next(iter(agreed), None)
+        applied = self._precondition(inverted, last)
         agreed = self._agree(AGREEMENTS - 1, applied.values())
         updated = self._share("share_updates", applied, whole)
         self._update(applied, ends, [updated] if updated else agreed)
@@ -171,40 +180,32 @@ class StepBuilder(Exchanges):
     def _invert(
         self, ends: Mapping[float, Task], sent: Sequence[Task]
     ) -> dict[int, Task]:
-        outs, helped = self._split_out(sent)
+        divided = self._divide(OUT, sent[-1:])
         loads: list[float] = []
         for role in self.roles:
-            own = [name for name in role.owned if name not in helped]
-            mine = sum(self.costs[name] * self.kind.inverts(name) for name in own)
-            mine += sum(
-                split.seconds * self.kind.inverts(split.name)
-                for split in self.splits
-                if role.first in split.ranks
-            )
+            mine = sum(self.costs[x] * self.kind.inverts(x) for x in role.owned)
+            mine += sum(self.parts[x] * self.kind.inverts(x) for x in role.divided)
             loads.append(mine * role.speed)
         tasks: dict[int, Task] = {}
         for index, seconds in enumerate(self._sharing_cores(loads)):
             role = self.roles[index]
-            waits = [ends[role.speed], *sent[-1:], *outs]
+            waits = [ends[role.speed], *sent[-1:], divided]
             stream = f"role {index}"
             tasks[index] = self.timeline.add(
                 label(role), "invert", stream, seconds, waits
             )
         return tasks
 
-    def _split_out(self, sent: Sequence[Task]) -> tuple[list[Task], set[str]]:
-        """The exchanges of divided factors, out and back, before the inversions."""
-        if not self.splits or not self.kind.inverted:
-            return [], set()
-        seconds = max(s.exchange_seconds(self.profile) for s in self.splits)
-        task = self.timeline.add(
-            "divided factors",
-            "share_inverses",
-            NETWORK,
-            self.kind.inverted * seconds,
-            sent[-1:],
+    def _divide(self, exchange: str, after: Iterable[Task]) -> Task | None:
+        """One exchange of the factors that several ranks invert together."""
+        weights = {s.name: self.kind.inverts(s.name) for s in self.plan.splits}
+        if not any(weights.values()):
+            return None
+        size = self.conditions.element_bytes(exchange)
+        seconds = exchange_seconds(
+            self.plan, exchange, self.profile, weights=weights, element_bytes=size
         )
-        return [task], {split.name for split in self.splits}
+        return self.timeline.add(exchange, exchange, NETWORK, seconds, after)
 
     def _precondition(
         self, inverted: Mapping[int, Task], shared: Task | None

@@ -35,14 +35,21 @@ class Layer:
     @property
     def forward_flops(self) -> float:
         """Of one example. A backward is twice that."""
-        products = any(spec.kind == "A" for spec in self.spec.statistics)
+        products = any(spec.kind in ("A", "G") for spec in self.spec.statistics)
         return 2.0 * self.positions * self.spec.elements if products else 0.0
 
     def statistic_flops(self, spec: StatisticSpec) -> float:
         """Of one example: a symmetric product has half the flops of a product.
 
-        Normalisation layers sum over positions first, so they have one product.
+        Normalisation layers sum over positions first, so they have one product. An S
+        is made of the example's gradient in the eigenbases; with one position the
+        gradient has rank one, and its two vectors are taken there.
         """
+        if spec.kind == "S":
+            s, m, n = self.spec.stack, self.spec.rows, self.spec.cols
+            if self.positions == 1:
+                return 2.0 * s * (m * m + n * n + m * n)
+            return 2.0 * s * m * n * (self.positions + m + n)
         positions = self.positions if spec.kind in ("A", "G") else 1
         width = 1 if spec.diagonal else spec.size
         return 1.0 * positions * spec.stack * spec.size * width
@@ -72,7 +79,13 @@ class Work:
 
 @lru_cache(maxsize=16)
 def work_of(
-    name: str, *, norm: str = "skip", shape: Shape | None = None, tokens: bool = False
+    name: str,
+    *,
+    norm: str = "skip",
+    sides: str = "both",
+    corrected: bool = False,
+    shape: Shape | None = None,
+    tokens: bool = False,
 ) -> Work:
     """The work of a lab model, or of ``package.module:function`` (with ``shape``)."""
     if ":" in name:
@@ -92,7 +105,8 @@ def work_of(
         raise UserError(
             f"{name} returned {type(model).__name__}. Must be an nn.Module."
         )
-    return _measure(name, model, example, norm)
+    options = {"norm": norm, "statistics": sides, "corrected": corrected}
+    return _measure(name, model, example, options)
 
 
 def _lab(name: str) -> tuple[Callable[[], nn.Module], Shape]:
@@ -120,7 +134,9 @@ def _imported(target: str) -> Callable[[], nn.Module]:
         raise UserError(f"Cannot import {target!r}: {error}.") from error
 
 
-def _measure(name: str, model: nn.Module, example: torch.Tensor, norm: str) -> Work:
+def _measure(
+    name: str, model: nn.Module, example: torch.Tensor, options: dict[str, Any]
+) -> Work:
     positions: dict[str, int] = {}
     elements = 0
 
@@ -143,7 +159,7 @@ def _measure(name: str, model: nn.Module, example: torch.Tensor, norm: str) -> W
     for handle in handles:
         handle.remove()
     modules = dict(model.named_modules())
-    specs = [block.spec for block in find_blocks(model, norm=norm)]  # type: ignore[arg-type]
+    specs = [block.spec for block in find_blocks(model, **options)]
     layers = [
         Layer(
             spec=spec,

@@ -1,0 +1,123 @@
+"""The proof that a plan is sound: every rank gets what it needs, exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from natgrad.plan.exchange import Exchange, Item
+from natgrad.plan.split import BACK, OUT, SPLIT_EXCHANGES, Split
+from natgrad.plan.strategies import Ranks
+
+if TYPE_CHECKING:
+    from natgrad.plan.plan import Plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ValueError unless every rank gets what it needs, exactly once."""
+    _check_ranks(plan)
+    _check_statistics(plan)
+    _check_updates(plan)
+    _check_splits(plan)
+
+
+def _check_ranks(plan: Plan) -> None:
+    names = Counter(block.name for block in plan.blocks)
+    names.update(spec.name for spec in plan.statistics)
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(f"The name {name!r} is used {count} times. Must be once.")
+    groups: dict[Ranks, str] = {}
+    for name, ranks in plan.workers.items():
+        groups.setdefault(ranks, f"workers of {name!r}")
+    for exchange in plan.exchanges.values():
+        for item in exchange.items:
+            for ranks in (item.sources, item.destinations):
+                groups.setdefault(ranks, f"{exchange.name} of {item.name!r}")
+    for split in plan.splits:
+        groups.setdefault(tuple(sorted(split.ranks)), f"split of {split.name!r}")
+    for ranks, what in groups.items():
+        ordered = all(a < b for a, b in pairwise(ranks))
+        if not (ranks and ordered and ranks[0] >= 0 and ranks[-1] < plan.world):
+            raise ValueError(
+                f"Invalid ranks {ranks} in {what}. Must be sorted, distinct and in "
+                f"[0, {plan.world})."
+            )
+
+
+def _check_statistics(plan: Plan) -> None:
+    reduced = _once(plan.exchanges["reduce_statistics"])
+    shared = _once(plan.exchanges["share_inverses"])
+    for spec in plan.statistics:
+        owner, workers = plan.owners.get(spec.name), plan.workers[spec.block]
+        if spec.name not in reduced or reduced[spec.name].destinations != (owner,):
+            raise ValueError(f"Statistic {spec.name!r} does not reach its one owner.")
+        item = shared.get(spec.name)
+        got = {owner} | set(item.destinations if item else ())
+        if not got.issuperset(workers) or (item and item.sources != (owner,)):
+            late = sorted(set(workers) - got)
+            raise ValueError(
+                f"Ranks {late} work on {spec.block!r} without the inverse of "
+                f"{spec.name!r} from its owner {owner}."
+            )
+
+
+def _check_updates(plan: Plan) -> None:
+    shared = _once(plan.exchanges["share_updates"])
+    reduced = _once(plan.exchanges["reduce_gradients"])
+    for block in plan.blocks:
+        workers = plan.workers[block.name]
+        served = list(workers)
+        if item := shared.get(block.name):
+            served += [rank for _, ranks in item.legs for rank in ranks]
+        if sorted(served) != list(range(plan.world)) or (
+            item and item.sources != workers
+        ):
+            raise ValueError(f"The update of {block.name!r} is not given once to each.")
+        gradient = reduced.get(block.name)
+        if plan.gradients == "own" and (
+            gradient is None or gradient.destinations != workers
+        ):
+            raise ValueError(f"The gradient of {block.name!r} misses a worker.")
+
+
+def _check_splits(plan: Plan) -> None:
+    """Every helper gets the factor, and every column comes back to the owner."""
+    moves = {k: plan.exchanges[k] for k in SPLIT_EXCHANGES if k in plan.exchanges}
+    found = {name: _once(exchange) for name, exchange in moves.items()}
+    out, back = found.get(OUT, {}), found.get(BACK, {})
+    seen = Counter(split.name for split in plan.splits)
+    for split in plan.splits:
+        if plan.owners.get(split.name) != split.ranks[0] or seen[split.name] > 1:
+            raise ValueError(f"The split of {split.name!r} is not its owner's, once.")
+        _check_split(split, out.pop(split.name, None), back)
+    if out or back:
+        name = next(iter({**out, **back}))
+        raise ValueError(f"{name!r} moves for a split that the plan does not have.")
+
+
+def _check_split(split: Split, out: Item | None, back: dict[str, Item]) -> None:
+    owner, ranks = split.ranks[0], tuple(sorted(split.ranks))
+    if out is None or (out.sources, out.destinations) != ((owner,), ranks):
+        raise ValueError(f"A helper misses the factor {split.name!r}.")
+    elements = split.columns(0)
+    for i, rank in enumerate(split.ranks[1:], start=1):
+        item = back.pop(f"{split.name}#{i}", None)
+        if item is None or (item.sources, item.destinations) != ((rank,), (owner,)):
+            raise ValueError(f"Columns of {split.name!r} do not return from {rank}.")
+        elements += item.elements
+    if out.elements != split.spec.packed or elements != split.spec.packed:
+        raise ValueError(
+            f"The columns of {split.name!r} have {elements} elements. Must be "
+            f"{split.spec.packed}."
+        )
+
+
+def _once(exchange: Exchange) -> dict[str, Item]:
+    items = {item.name: item for item in exchange.items}
+    if len(items) < len(exchange.items):
+        counts = Counter(item.name for item in exchange.items)
+        name = counts.most_common(1)[0][0]
+        raise ValueError(f"{exchange.name} moves {name!r} more than once.")
+    return items
