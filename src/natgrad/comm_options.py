@@ -18,6 +18,7 @@ class CommOptions:
         overlap: Whether full buckets leave at once or all wait for ``finish``.
         precision: None, torch.float16 or torch.bfloat16: what ``half`` is sent in.
         half: The exchanges sent in ``precision``; SP-NGD halves its all-gather only.
+            ``share_updates`` of `SPNGD` has then the changes of weights.
         hierarchical: Reduce within hosts, then between them. "auto" does so when
             there are several hosts with the same number of ranks, more than one.
         timeout: Seconds after which a collective that waits for a rank fails.
