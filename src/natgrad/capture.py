@@ -23,6 +23,7 @@ The loss of sampled labels has neither k nor S.
 """
 
 import random
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -141,6 +142,7 @@ class Capture:
         self._captured = Captured()
         self.meter = meter or Meter(torch.device("cpu"))
         self._hooks = Hooks(model, blocks, self._begin_forward, self._after_forward)
+        weakref.finalize(self, self._hooks.close).atexit = False
 
     @property
     def due(self) -> frozenset[str]:

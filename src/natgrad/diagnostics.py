@@ -168,7 +168,8 @@ class Probe:
         kept = sum(s["bytes"] for s in statistics.values())
         blocks: dict[str, Record] = {}
         for name, values in zip(shape[1], by_block.tolist(), strict=True):
-            specs = engine.block[name].spec.statistics
+            # an S is the spectrum of the whole block in other words, and no factor
+            specs = [s for s in engine.block[name].spec.statistics if s.kind != "S"]
             parts = [(statistics[s.name], by_statistic[s.name]) for s in specs]
             found: dict[str, float] = dict(zip(BLOCK, values, strict=True))
             blocks[name] = {

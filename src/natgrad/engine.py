@@ -17,6 +17,7 @@ from natgrad.comm import CommError, CommOptions, Communicator, world_of
 from natgrad.config import Curvature
 from natgrad.diagnostics import Probe
 from natgrad.gathering import gather, part_of, release, warn_partial
+from natgrad.hooks import require_unwatched
 from natgrad.meter import Meter, metered
 from natgrad.outbox import GradientOutbox, StatisticsOutbox
 from natgrad.plan import Plan, Strategy
@@ -38,6 +39,8 @@ from natgrad.wrapping import inside_ddp, unwrap
 class Engine:
     """Blocks, plan, hooks, statistics and communication for one model.
 
+    ``trained`` are the ids of the parameters to precondition, if not all.
+
     A step is `reduce_statistics`, `reduce_gradients`, `agree`, `refresh`,
     `precondition`, `share`, `end`; or `skip_step` after `agree`.
     """
@@ -53,6 +56,7 @@ class Engine:
         group: Any,
         grad_scaler: torch.amp.GradScaler | None,
         profile: Profile | None = None,
+        trained: frozenset[int] | None = None,
     ) -> None:
         self.config = config
         self.skipped_steps = 0
@@ -63,7 +67,8 @@ class Engine:
         self.before_replan: list[Callable[[], None]] = []
         self._comm_options, self._group = comm, group
         self.model, ddp = unwrap(model)
-        self.blocks = register(self.model, config)
+        self.blocks = register(self.model, config, trained)
+        require_unwatched(self.blocks)
         self.block = {b.name: b for b in self.blocks}
         self.like = statistics_like(self.blocks)
         self._planning = Planning(
@@ -374,6 +379,15 @@ class Engine:
         for handle in self._gradients.handles if self._gradients else ():
             handle.remove()
         self.closed = True
+
+    @contextmanager
+    def closing_on_error(self) -> Generator[None]:
+        """Leave no hook behind if the rest of a constructor raises."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     @contextmanager
     def attempt(self) -> Generator[None]:

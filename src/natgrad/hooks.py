@@ -6,10 +6,15 @@ graph at every layer. So in a step in which something is due, compiled code runs
 written (`torch.compiler.set_stance`), hooks and all. In all other steps the hooks do
 nothing but read one flag, and the graph is that of the model alone. This holds for
 hooks that were placed before and after the model was compiled or first called.
+
+Note [Who keeps whom]
+Hooks do not keep alive what they call: that is the optimizer's or the user's. When it
+is dropped, they go. A layer has the hooks of one natgrad optimizer at a time.
 """
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -52,6 +57,42 @@ class _Stance:
 
 
 _STANCE = _Stance()
+_WATCHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Hooks]]"
+_WATCHED = weakref.WeakKeyDictionary()
+
+
+def require_unwatched(blocks: Sequence[Block]) -> None:
+    """Raise if a layer has the hooks of another natgrad optimizer."""
+    if not _watched(blocks):
+        return
+    gc.collect()  # one that was dropped may be part of a cycle
+    watched = _watched(blocks)
+    if watched:
+        raise RuntimeError(
+            f"Layers {', '.join(watched)} are watched by another natgrad optimizer. "
+            "Must be by one at a time: close() the other first."
+        )
+
+
+def _watched(blocks: Sequence[Block]) -> list[str]:
+    found: list[str] = []
+    for block in blocks:
+        hooks = [_WATCHED[m]() for m in block.modules if m in _WATCHED]
+        if any(h is not None and h.placed for h in hooks):
+            found.append(block.name)
+    return found
+
+
+def _weakly(method: Function) -> Function:
+    """A bound method that does nothing once its object is gone."""
+    find = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        found = find()
+        if found is not None:
+            found(*args)
+
+    return cast(Function, call)
 
 
 class Hooks:
@@ -68,7 +109,8 @@ class Hooks:
         after_layer: AfterLayer,
     ) -> None:
         self.watching = False
-        weakref.finalize(self, _STANCE.choose)
+        # See Note [Who keeps whom].
+        before_model, after_layer = _weakly(before_model), _weakly(after_layer)
         # A caller may have set the stance itself: then the graph is cut after all.
         self._before_model = as_written(before_model)
         self._after_layer = as_written(after_layer)
@@ -80,9 +122,15 @@ class Hooks:
                 hook = partial(self._layer_hook, block)
                 handle = module.register_forward_hook(hook, with_kwargs=True)
                 self._handles.append(handle)
+                _WATCHED[module] = weakref.ref(self)
 
     def __reduce__(self) -> tuple[Callable[[], "Hooks"], tuple[()]]:
         return _idle, ()
+
+    @property
+    def placed(self) -> bool:
+        """Whether the hooks are on the model."""
+        return bool(self._handles)
 
     def watch(self, on: bool) -> None:
         """Call back, or not, from the next forward on."""
@@ -115,12 +163,14 @@ class Hooks:
             self._after_layer(block, module, args, kwargs, output)
 
 
+class _Nobody:
+    def called(self, *_: Any) -> None:
+        """What the hooks of a copy do."""
+
+
 def _idle() -> Hooks:
-    return Hooks(nn.Identity(), [], _do_nothing, _do_nothing)
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
+    nobody = _Nobody()
+    return Hooks(nn.Identity(), [], nobody.called, nobody.called)
 
 
 def batch_size(tree: Any) -> int:

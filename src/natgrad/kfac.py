@@ -13,7 +13,8 @@ from natgrad.comm import CommOptions
 from natgrad.config import Curvature, require_number
 from natgrad.engine import Engine
 from natgrad.hooks import as_written
-from natgrad.optimizer_state import require_free, travel_with, warn_shared
+from natgrad.layers import Block
+from natgrad.optimizer_state import require_free, travel_with
 from natgrad.parameter_state import only_initialises
 from natgrad.plan import Strategy
 from natgrad.refresh import Every, Refresh
@@ -33,8 +34,8 @@ class KFAC(Inspectable):
         natgrad.KFAC(model, optimizer)
 
     Without one, call `step` between ``loss.backward()`` and ``optimizer.step()``.
-    Parameters that belong to no known layer keep their plain gradient; `report` says
-    which and why.
+    Parameters that belong to no known layer, and layers that the optimizer does not
+    have, keep their plain gradient; `report` says which and why.
 
     Args:
         model: a module, or one wrapped in `DistributedDataParallel`.
@@ -158,11 +159,11 @@ class KFAC(Inspectable):
             comm=comm or CommOptions(),
             group=group,
             grad_scaler=grad_scaler,
+            trained=None if optimizer is None else _parameters_of(optimizer),
         )
+        self._handles: list[Any] = []
         if self.engine.own_gradients:
             self.engine.capture.on_forward = self.engine.look_for_ddp
-        warn_shared(self.engine)
-        self._handles: list[Any] = []
         if optimizer is not None:
             # also inside a compiled optimizer.step
             handle = optimizer.register_step_pre_hook(as_written(self._before_step))
@@ -229,8 +230,11 @@ class KFAC(Inspectable):
             block = self.engine.block[name]
             if block.kind is not None:
                 block.write_gradient(update, _product(clip, unit))
-            elif self.engine.own_gradients or self.engine.config.rest != "plain":
+            elif self.engine.own_gradients or self._changes(block):
                 block.write_gradient(update, unit)
+
+    def _changes(self, block: Block) -> bool:
+        return self.engine.config.rest != "plain" and not block.is_foreign
 
     def _learning_rate(self) -> float:
         """For the KL clip."""
@@ -248,3 +252,8 @@ class KFAC(Inspectable):
 
 def _product(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return y if x is None else x if y is None else x * y
+
+
+def _parameters_of(optimizer: Optimizer) -> frozenset[int]:
+    groups = optimizer.param_groups
+    return frozenset(id(p) for group in groups for p in group["params"])

@@ -106,7 +106,7 @@ class Preconditioner:
     def is_adaptive(self, block: Block) -> bool:
         """Whether a block's rule has a second moment."""
         if block.kind is None:
-            return self.config.rest == "adaptive"
+            return self.config.rest == "adaptive" and not block.is_foreign
         return block.is_factored and self.config.scale == "adaptive"
 
     def _rule(self, block: Block) -> str:

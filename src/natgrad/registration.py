@@ -9,8 +9,13 @@ from natgrad.config import Curvature
 from natgrad.layers import Block, find_blocks
 
 
-def register(model: nn.Module, config: Curvature) -> list[Block]:
-    """A model's blocks; raises if there is nothing to precondition."""
+def register(
+    model: nn.Module, config: Curvature, trained: frozenset[int] | None = None
+) -> list[Block]:
+    """A model's blocks; raises if there is nothing to precondition.
+
+    ``trained`` are the ids of the optimizer's parameters, None if it has all.
+    """
     _require_whole(model)
     blocks = find_blocks(
         model,
@@ -20,9 +25,15 @@ def register(model: nn.Module, config: Curvature) -> list[Block]:
         statistics=config.statistics,
         corrected=config.scale == "corrected",
         skip=config.skip,
+        trained=trained,
     )
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to train.")
+    if blocks and all(b.is_foreign for b in blocks):
+        raise ValueError(
+            f"The optimizer has no parameter of this {type(model).__name__}. Must be "
+            "one that was made of the model's parameters."
+        )
     if not any(b.kind is not None for b in blocks):
         kinds = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(

@@ -12,6 +12,9 @@ from natgrad.math.statistics import widen
 from natgrad.plan.spec import BlockSpec
 
 
+FOREIGN = "not the optimizer's"
+
+
 @dataclass(kw_only=True)
 class Block:
     """Every trainable parameter belongs to exactly one block.
@@ -23,6 +26,7 @@ class Block:
         parameters: the weight and, if there is one, the bias; or the plain parameter.
         reason: why there is no kind; empty if there is one.
         note: what a user should know of this block, for the report.
+        is_foreign: whether another optimizer has it, so that no rule may change it.
     """
 
     spec: BlockSpec
@@ -31,6 +35,7 @@ class Block:
     parameters: tuple[nn.Parameter, ...]
     reason: str = ""
     note: str = ""
+    is_foreign: bool = False
 
     @property
     def name(self) -> str:
@@ -99,11 +104,13 @@ def find_blocks(
     statistics: str = "both",
     corrected: bool = False,
     skip: Collection[str] = (),
+    trained: Collection[int] | None = None,
 ) -> list[Block]:
     """All trainable parameters of a model as blocks, in the order of its modules.
 
     Layers of a known kind come with statistics; every other parameter is a plain block
     that says why. Nothing is computed, so the model may be on the meta device.
+    ``trained`` are the ids of the parameters that the optimizer has, None for all.
     """
     options = LayerOptions(
         norm=norm,
@@ -119,13 +126,28 @@ def find_blocks(
         weight = optional_parameter(module, "weight")
         if weight is None:
             continue
+        reason = reason or _why_foreign(module, trained)
         if reason:
             _note(reasons, module, reason)
         elif id(weight) not in found:
             found[id(weight)] = _block(name, module, options)
         else:
             _tie(found[id(weight)], name, module, options)
-    return _with_plain(model, found, reasons)
+    blocks = _with_plain(model, found, reasons)
+    for block in blocks:
+        block.is_foreign = not _has(trained, block.parameters[0])
+        block.reason = FOREIGN if block.is_foreign else block.reason
+    return blocks
+
+
+def _has(trained: Collection[int] | None, p: nn.Parameter | None) -> bool:
+    return trained is None or p is None or id(p) in trained
+
+
+def _why_foreign(module: nn.Module, trained: Collection[int] | None) -> str:
+    """A layer is preconditioned as a whole or not at all."""
+    owned = (optional_parameter(module, name) for name in ("weight", "bias"))
+    return "" if all(_has(trained, p) for p in owned) else "in part not the optimizer's"
 
 
 def _layers(
