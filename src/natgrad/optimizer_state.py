@@ -1,12 +1,11 @@
 """Let a preconditioner's state travel inside an optimizer's ``state_dict``."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 Check = Callable[[Mapping[str, Any]], None]
 _PASSENGERS: WeakKeyDictionary[Optimizer, "ref[Engine]"] = WeakKeyDictionary()
-_WATCHED: WeakKeyDictionary[nn.Module, "ref[Engine]"] = WeakKeyDictionary()
 
 
 def require_free(optimizer: Optimizer | None) -> None:
@@ -26,23 +24,6 @@ def require_free(optimizer: Optimizer | None) -> None:
         raise ValueError(
             f"Invalid optimizer: this {type(optimizer).__name__} already carries a "
             "natgrad preconditioner. Must be one without: close() the other first."
-        )
-
-
-def warn_shared(engine: "Engine") -> None:
-    """Say so if a layer is watched by another one as well, which was not closed.
-
-    No error: nobody can close one that was dropped, and its hooks are on the model.
-    """
-    blocks = [block for block in engine.blocks if block.kind is not None]
-    modules = {module: block.name for block in blocks for module in block.modules}
-    shared = sorted({n for m, n in modules.items() if _open(_WATCHED.get(m))})
-    _WATCHED.update(dict.fromkeys(modules, ref(engine)))
-    if shared:
-        warnings.warn(
-            f"Layers {', '.join(shared)} are watched by another natgrad optimizer too: "
-            "both estimate their statistics. close() the one that is not used.",
-            stacklevel=3,
         )
 
 

@@ -43,11 +43,12 @@ NUMBERS: dict[str, tuple[Callable[[random.Random], Any], list[Any]]] = {
     "positive": (lambda r: 10 ** r.uniform(-6, 3), [0, -1, -0.5, None, *ODD]),
     "least": (lambda r: r.choice([0, 10 ** r.uniform(-6, 3)]), [-1, -0.5, None, *ODD]),
     "count": (lambda r: r.randint(1, 20), [0, -1, 2.5, 1.0, "3", None, *ODD]),
-    "rest": (lambda r: r.choice([None, 10 ** r.uniform(-6, 3)]), [0, -1, *ODD]),
+    "rate": (lambda r: 10 ** r.uniform(-6, 3), [0, -1, -0.5, *ODD]),  # KFAC's: or None
+    "clip": (lambda r: r.choice([None, 10 ** r.uniform(-6, 3)]), [0, -1, *ODD]),
 }
 OPTIONS = {
-    "lr": "positive",
-    "kl_clip": "rest",
+    "lr": "rate",
+    "kl_clip": "clip",
     "beta2": "fraction",
     "damping": "least",
     "decay": "fraction",
