@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from natgrad.refresh import Every, Refresh
 
@@ -14,6 +14,7 @@ Sides = Literal["both", "inputs", "outputs"]
 Scale = Literal["kronecker", "corrected", "adaptive", "orthogonal"]
 Whitening = Literal["half", "full"]
 Basis = Literal["exact", "tracked"]
+MovedMoments = Literal["move", "restart"]
 Trust = Literal["none", "kl", "layer"]
 Rest = Literal["plain", "adaptive"]
 Form = Literal["eigen", "inverse", "root"]
@@ -24,18 +25,19 @@ Sharing = Literal["expand", "reduce"]
 Norm = Literal["skip", "unit", "diag", "full"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "statistics": ("both", "inputs", "outputs"),
-    "scale": ("kronecker", "corrected", "adaptive", "orthogonal"),
-    "whitening": ("half", "full"),
-    "basis": ("exact", "tracked"),
-    "trust": ("none", "kl", "layer"),
-    "rest": ("plain", "adaptive"),
-    "damping_style": ("eigen", "factored", "relative"),
-    "fisher": ("empirical", "sampled"),
-    "loss": ("mean", "sum", "tokens"),
-    "accumulation": ("mean", "sum"),
-    "sharing": ("expand", "reduce"),
-    "norm": ("skip", "unit", "diag", "full"),
+    "statistics": get_args(Sides),
+    "scale": get_args(Scale),
+    "whitening": get_args(Whitening),
+    "basis": get_args(Basis),
+    "moments": get_args(MovedMoments),
+    "trust": get_args(Trust),
+    "rest": get_args(Rest),
+    "damping_style": get_args(DampingStyle),
+    "fisher": get_args(Fisher),
+    "loss": get_args(Loss),
+    "accumulation": get_args(Accumulation),
+    "sharing": get_args(Sharing),
+    "norm": get_args(Norm),
 }
 
 
@@ -65,6 +67,9 @@ class Curvature:
         basis: eigenbases, where the rule has them, anew each time (``"exact"``), or
             ``"tracked"``: after the first, one step of orthogonal iteration from the
             last one (`natgrad.math.inverse.track`), which lags behind but is cheaper.
+        moments: what becomes of second moments when a refresh replaces their bases:
+            ``"move"`` them into the new ones, or ``"restart"`` them (until there is a
+            new S, ``"corrected"`` then has K-FAC's own scale).
         trust: ``"none"``; ``"kl"``: all updates are scaled down so that their KL
             divergence is at most ``kl_clip``; ``"layer"``: each layer's update is given
             the norm of its weight (LARS), so that a learning rate of 0.01 changes every
@@ -103,6 +108,7 @@ class Curvature:
     scale: Scale = "kronecker"
     whitening: Whitening = "half"
     basis: Basis = "exact"
+    moments: MovedMoments = "move"
     trust: Trust = "none"
     kl_clip: float | None = 1e-3
     rest: Rest = "plain"
@@ -209,6 +215,25 @@ class Curvature:
         value = float(self.damping(step))
         require_number(f"damping({step})", value, "a finite number >= 0", low=0.0)
         return value
+
+
+def style_for(
+    style: DampingStyle | None, scale: Scale, statistics: Sides, usual: DampingStyle
+) -> DampingStyle:
+    """A damping style; if None, the usual one, or what the scale needs instead."""
+    if style is not None:
+        return style
+    if scale == "orthogonal" and statistics == "both" and usual == "eigen":
+        return "relative"
+    return "eigen" if scale == "corrected" else usual
+
+
+def trust_for(trust: Trust | None, scale: Scale, usual: Trust) -> Trust:
+    """A trust; if None, the usual one, or what the scale needs instead."""
+    if trust is not None:
+        return trust
+    natural = scale in ("kronecker", "corrected")
+    return "layer" if usual == "kl" and not natural else usual
 
 
 def require_choice(name: str, value: Any, legal: Collection[str]) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from natgrad import config
 from natgrad.auto import Profile
 from natgrad.comm import CommOptions
-from natgrad.config import Curvature, require_number
+from natgrad.config import Curvature, require_number, style_for, trust_for
 from natgrad.engine import Engine
 from natgrad.hooks import as_written
 from natgrad.layers import Block
@@ -48,15 +48,19 @@ class KFAC(Inspectable):
         whitening: ``"half"`` or ``"full"``, of ``scale="orthogonal"``.
         basis: eigenbases made anew (``"exact"``), or ``"tracked"``: brought up to date
             by one step of orthogonal iteration, which is cheaper and lags behind.
+        moments: when a refresh replaces eigenbases, ``"move"`` second moments into the
+            new ones, or ``"restart"`` them (``"corrected"`` and ``"adaptive"``).
         trust: ``"kl"`` (clip all updates by their KL divergence: eq. 18), ``"layer"``
             (give each layer's update the norm of its weight, as LARS) or ``"none"``.
+            None: ``"kl"`` for natural gradients, ``"layer"`` for the two other scales.
         kl_clip: kappa of eq. 18, > 0, with ``trust="kl"``; None turns it off.
         rest: parameters without a block: ``"plain"`` or ``"adaptive"`` (Adam's root).
         beta2: decay of the second moments of adaptive rules, in [0, 1).
         damping: lambda, added to the Fisher; a number >= 0 or a function of the step.
         damping_style: ``"eigen"`` (exact: eq. 13-15) or ``"factored"`` (pi-split and
             Cholesky: SP-NGD, eq. 12; cheaper to refresh), or ``"relative"``: lambda
-            times its mean eigenvalue is added to each factor.
+            times its mean eigenvalue is added to each factor. None: ``"eigen"``, but
+            ``"relative"`` where ``"orthogonal"`` whitens both sides.
         decay: weight of the old value in the running averages (eq. 16-17), in [0, 1).
         lr: the learning rate for the KL clip when there is no optimizer to read.
         refresh: `Every`, `Scheduled`, `Adaptive` or `Budget`.
@@ -95,12 +99,13 @@ class KFAC(Inspectable):
         scale: config.Scale = "kronecker",
         whitening: config.Whitening = "half",
         basis: config.Basis = "exact",
-        trust: config.Trust = "kl",
+        moments: config.MovedMoments = "move",
+        trust: config.Trust | None = None,
         kl_clip: float | None = 1e-3,
         rest: config.Rest = "plain",
         beta2: float = 0.95,
         damping: config.Damping = 1e-3,
-        damping_style: config.DampingStyle = "eigen",
+        damping_style: config.DampingStyle | None = None,
         decay: float = 0.95,
         lr: float | None = None,
         refresh: Refresh = DEFAULT_REFRESH,
@@ -128,12 +133,13 @@ class KFAC(Inspectable):
             scale=scale,
             whitening=whitening,
             basis=basis,
-            trust=trust,
+            moments=moments,
+            trust=trust_for(trust, scale, "kl"),
             kl_clip=kl_clip,
             rest=rest,
             beta2=beta2,
             damping=damping,
-            damping_style=damping_style,
+            damping_style=style_for(damping_style, scale, statistics, "eigen"),
             decay=decay,
             refresh=refresh,
             fisher=fisher,
@@ -145,7 +151,8 @@ class KFAC(Inspectable):
             skip=skip,
             subsample=subsample,
         )
-        if trust == "kl" and kl_clip is not None and optimizer is None and lr is None:
+        clips = curvature.trust == "kl" and kl_clip is not None
+        if clips and optimizer is None and lr is None:
             raise ValueError(
                 f"kl_clip={kl_clip} needs the learning rate: give an optimizer or lr=, "
                 "or kl_clip=None."

@@ -5,10 +5,11 @@ A block's second moment is kept in the eigenbases of its factors, on every rank 
 preconditions the block: all of them have the same gradients and bases, so their
 moments are the same. A refresh replaces the bases, and the moment follows: what is kept
 is the diagonal of the gradient's second moment in the old basis, and it becomes the
-diagonal of that same matrix in the new one (`natgrad.math.rules.moved_moment`).
+diagonal of that same matrix in the new one (`natgrad.math.rules.moved_moment`). With
+``moments="restart"`` it is forgotten instead.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from natgrad.layers import Block
 from natgrad.math.rules import moved_moment
 from natgrad.plan import Plan
 from natgrad.registration import shape_of
+from natgrad.stacks import Stacks
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 Bases = tuple[Tensor, Tensor]
@@ -37,17 +39,41 @@ class Moment:
 class Moments:
     """One `Moment` for each block that an adaptive rule has scaled on this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, stacks: Stacks) -> None:
         self.states: dict[str, Moment] = {}
+        self._stacks = stacks
 
-    def update(self, name: str, gradient: Tensor, beta2: float) -> Tensor:
-        """Add a gradient in the block's basis; returns the average without bias."""
-        if name not in self.states:
-            self.states[name] = Moment(square=torch.zeros_like(gradient))
-        state = self.states[name]
-        state.square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        state.steps += 1
-        return state.square / (1 - beta2**state.steps)
+    def steps(self, name: str) -> int:
+        """How many gradients a block's moment is made of."""
+        return self.states[name].steps if name in self.states else 0
+
+    def update(self, names: Sequence[str], gradients: Tensor, beta2: float) -> Tensor:
+        """Add the gradients of blocks in their bases; returns averages without bias.
+
+        ``gradients`` ``(k s, m, n)`` are of blocks whose moments are of as many steps.
+        """
+        square = self._joined(names, gradients)
+        square.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+        for name in names:
+            self.states[name].steps += 1
+        return square / (1 - beta2 ** self.steps(names[0]))
+
+    def _joined(self, names: Sequence[str], gradients: Tensor) -> Tensor:
+        size = len(gradients) // len(names)
+        for name in names:
+            if name not in self.states:
+                square = torch.zeros_like(gradients[:size])
+                self.states[name] = Moment(square=square)
+        parts = [(self.states[name].square,) for name in names]
+        (square,), views = self._stacks.joined(names, parts)
+        for name, (view,) in zip(names, views, strict=True):
+            self.states[name].square = view
+        return square
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Begin the moments of some blocks anew."""
+        for name in names:
+            self.states.pop(name, None)
 
     def follow(self, old: Mapping[str, Bases], new: Mapping[str, Bases]) -> None:
         """Move the moments of blocks whose bases were replaced by a refresh."""
@@ -109,9 +135,7 @@ class Moments:
 
     def release(self, plan: Plan, rank: int) -> None:
         """Forget the moments of blocks that this rank does not work on."""
-        names = [name for name in self.states if rank not in plan.workers[name]]
-        for name in names:
-            del self.states[name]
+        self.forget([n for n in self.states if rank not in plan.workers[n]])
 
 
 def moved(
@@ -122,6 +146,11 @@ def moved(
     if x is None or (right is None and left is None):
         return x
     return moved_moment(x.reshape(shape), right, left).reshape(x.shape)
+
+
+def is_replaced(old: Bases, new: Bases) -> bool:
+    """Whether a refresh has put another basis on either side."""
+    return any(_replaced(*pair) is not None for pair in zip(old, new, strict=True))
 
 
 def _replaced(old: Tensor, new: Tensor) -> Bases | None:

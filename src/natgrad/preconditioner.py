@@ -22,9 +22,10 @@ from natgrad.math.rules import (
     whiten,
     whiten_back,
 )
-from natgrad.moments import Bases, Moments, moved
+from natgrad.moments import Bases, Moments, is_replaced, moved
 from natgrad.registration import shape_of
 from natgrad.stacks import Stacks
+from natgrad.state import StatisticState
 from natgrad.statistics import Statistics
 
 # Of parameters without a block, relative to the root mean square of their gradients.
@@ -44,8 +45,8 @@ class Preconditioner:
     def __init__(self, statistics: Statistics) -> None:
         self.statistics = statistics
         self.config = statistics.config
-        self.moments = Moments()
         self.stacks = Stacks()
+        self.moments = Moments(self.stacks)
 
     def __call__(
         self,
@@ -58,8 +59,8 @@ class Preconditioner:
         for group in self._groups(blocks):
             shares = {b.name: float(b.spec.elements) for b in group}
             with self.statistics.meter("precondition", shares):
-                v = _joined([directions[b.name] for b in group])
-                u = self._scaled(group, v, gradients)
+                v = _joined(group, directions)
+                u = self._scaled(group, v, directions, gradients)
                 u = u if u is v else descending(v, u, len(group))
             parts = u.split(len(u) // len(group))
             updates.update(zip(shares, parts, strict=True))
@@ -75,10 +76,8 @@ class Preconditioner:
 
     def _alike(self, block: Block) -> Hashable:
         """What the blocks of a group have in common."""
-        if (
-            self._rule(block) not in ("kronecker", "orthogonal")
-            or block.spec.elements > TOGETHER_UP_TO
-        ):
+        rule = self._rule(block)
+        if rule == "plain" or block.spec.elements > TOGETHER_UP_TO:
             return block.name
         sides = [
             (s.side, s.kind, s.diagonal, self.statistics.states[s.name].inverse is None)
@@ -86,7 +85,9 @@ class Preconditioner:
         ]
         # All workers of a block have the same group: rounding may depend on it.
         workers = tuple(self.statistics.plan.workers[block.name])
-        return shape_of(block), tuple(sides), workers
+        # All moments of a group have the same bias.
+        steps = self.moments.steps(block.name)
+        return rule, shape_of(block), tuple(sides), workers, steps
 
     def bases(self) -> dict[str, Bases]:
         """The eigenbases in which blocks have their second moments, by block name."""
@@ -95,7 +96,7 @@ class Preconditioner:
         found: dict[str, Bases] = {}
         for block in self.statistics.block.values():
             if block.is_factored:
-                found[block.name] = self._bases(block)
+                found[block.name] = self._bases([block])
         return found
 
     def bases_for_capture(self, block: Block) -> Bases | None:
@@ -111,28 +112,33 @@ class Preconditioner:
 
     def _rule(self, block: Block) -> str:
         if block.kind is None:
-            return "rest"
+            return "rest" if self.is_adaptive(block) else "plain"
         return self.config.scale if block.is_factored else "kronecker"
 
     def _scaled(
-        self, group: list[Block], v: Tensor, gradients: Mapping[str, Tensor]
+        self,
+        group: list[Block],
+        v: Tensor,
+        directions: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
     ) -> Tensor:
         rule = self._rule(group[0])
+        if rule == "plain":
+            return v
         if rule == "orthogonal":
             return self._orthogonal(group, v)
         if rule == "kronecker":
             return self._kronecker(group, v)
-        (block,) = group
         if rule == "corrected":
-            return self._corrected(block, v)
-        apply = self._adaptive if rule == "adaptive" else self._rest
-        return apply(block, v, gradients[block.name])
+            return self._corrected(group, v)
+        same = all(directions[b.name] is gradients[b.name] for b in group)
+        g = v if same else _joined(group, gradients)
+        return (self._adaptive if rule == "adaptive" else self._rest)(group, v, g)
 
-    def _rest(self, block: Block, direction: Tensor, gradient: Tensor) -> Tensor:
-        if self.config.rest == "plain":
-            return direction
-        square = self.moments.update(block.name, gradient, self.config.beta2)
-        return adaptive_scale(direction, square, REST_DAMPING)
+    def _rest(self, group: list[Block], v: Tensor, gradient: Tensor) -> Tensor:
+        names = [block.name for block in group]
+        square = self.moments.update(names, gradient, self.config.beta2)
+        return adaptive_scale(v, square, REST_DAMPING)
 
     def _kronecker(self, group: list[Block], v: Tensor) -> Tensor:
         """``(F + damping I)^-1 V``; the plain gradient while an inverse is missing."""
@@ -147,28 +153,32 @@ class Preconditioner:
             v = multiply_right(v, right[0])
         return v if left is None else multiply_left(v, left[0])
 
-    def _adaptive(self, block: Block, direction: Tensor, gradient: Tensor) -> Tensor:
+    def _adaptive(self, group: list[Block], v: Tensor, gradient: Tensor) -> Tensor:
         """Adam's rule in the eigenbases of the factors."""
-        bases = self._bases(block)
+        bases, names = self._bases(group), [block.name for block in group]
         rotated = into_basis(gradient, *bases)
-        square = self.moments.update(block.name, rotated, self.config.beta2)
-        if direction is not gradient:
-            rotated = into_basis(direction, *bases)
-        damping = self.statistics.damping_of(block)
+        square = self.moments.update(names, rotated, self.config.beta2)
+        if v is not gradient:
+            rotated = into_basis(v, *bases)
+        damping = self.statistics.damping_of(group[0])
         return out_of_basis(adaptive_scale(rotated, square, damping), *bases)
 
-    def _corrected(self, block: Block, v: Tensor) -> Tensor:
+    def _corrected(self, group: list[Block], v: Tensor) -> Tensor:
         """EKFAC; K-FAC's own scale until the second moment is known."""
-        state = self.statistics.states[f"{block.name}/S"]
-        right, left, known = self._inverses([block])
+        right, left, known = self._inverses(group)
         if not known or right is None or left is None:
             return v
-        curvature = left[1].unsqueeze(2) * right[1].unsqueeze(1)
-        if state.inverse is not None:
-            curvature = state.inverse[0].reshape(v.shape)
-        damping = self.statistics.damping_of(block)
+        states = [self.statistics.states[f"{block.name}/S"] for block in group]
+        moment = self.stacks.of(states)
+        if moment is None:
+            curvature = left[1].unsqueeze(2) * right[1].unsqueeze(1)
+        else:
+            curvature = moment[0].reshape(v.shape)
+        damping: float | Tensor = self.statistics.damping_of(group[0])
         if self.config.damping_style == "relative":
-            damping *= float(curvature.mean())
+            means = curvature.reshape(len(group), 1, -1).mean(2, keepdim=True)
+            each = means.expand(-1, len(v) // len(group), 1)
+            damping = damping * each.reshape(-1, 1, 1)
         bases = right[0], left[0]
         scaled = corrected_scale(into_basis(v, *bases), curvature, damping)
         return out_of_basis(scaled, *bases)
@@ -176,19 +186,29 @@ class Preconditioner:
     def follow(self, old: Mapping[str, Bases]) -> None:
         """Move second moments from the bases before a refresh to those after it.
 
-        See Note [Second moments and bases].
+        Or forget them. See Note [Second moments and bases].
         """
         new = self.bases()
+        changed = [name for name in old if is_replaced(old[name], new[name])]
+        if self.config.moments == "restart":
+            self.moments.forget(changed)
+            for state in self._scales(changed):
+                state.average, state.inverse, state.history = None, None, []
+                state.estimated = False
+            return
         self.moments.follow(old, new)
-        for state in self.statistics.states.values():
-            block = self.statistics.block[state.spec.block]
-            if state.spec.kind == "S" and block.name in old:
-                shape = shape_of(block)
-                pair = old[block.name], new[block.name]
-                state.average = moved(state.average, shape, *pair)
-                state.history = [moved(x, shape, *pair) for x in state.history]
-                if state.inverse is not None:
-                    state.inverse = (moved(state.inverse[0], shape, *pair),)
+        for state in self._scales(changed):
+            name = state.spec.block
+            shape, pair = shape_of(self.statistics.block[name]), (old[name], new[name])
+            state.average = moved(state.average, shape, *pair)
+            state.history = [moved(x, shape, *pair) for x in state.history]
+            if state.inverse is not None:
+                state.inverse = (moved(state.inverse[0], shape, *pair),)
+
+    def _scales(self, blocks: Sequence[str]) -> list[StatisticState]:
+        """The S of blocks that have one."""
+        found = (self.statistics.states.get(f"{name}/S") for name in blocks)
+        return [state for state in found if state is not None]
 
     def _orthogonal(self, group: list[Block], v: Tensor) -> Tensor:
         """Polar factors of the whitened gradients."""
@@ -217,12 +237,14 @@ class Preconditioner:
         known = all(x is not None for x in by_side.values())
         return by_side.get("right"), by_side.get("left"), known
 
-    def _bases(self, block: Block) -> Bases:
-        """Eigenvectors of the right and left factor; empty for the identity."""
-        right, left, _ = self._inverses([block])
+    def _bases(self, group: list[Block]) -> Bases:
+        """Eigenvectors of the right and left factors; empty for the identity."""
+        right, left, _ = self._inverses(group)
         empty = self.statistics.like
         return (right[0] if right else empty), (left[0] if left else empty)
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def _joined(group: list[Block], tensors: Mapping[str, Tensor]) -> Tensor:
+    if len(group) == 1:
+        return tensors[group[0].name]
+    return torch.cat([tensors[block.name] for block in group])

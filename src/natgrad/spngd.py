@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from natgrad import config
 from natgrad.auto import Profile
 from natgrad.comm import CommOptions
-from natgrad.config import Curvature, require_choice, require_number
+from natgrad.config import Curvature, require_choice, require_number, style_for
 from natgrad.engine import Engine
 from natgrad.layers import Block
 from natgrad.math import foreach
@@ -56,12 +56,14 @@ class SPNGD(Inspectable, Optimizer):
             learning rate means 1 - m of what it means for ``"update"``).
         param_groups: groups made of ``named_parameters``, for options of their own; all
             parameters of the model in one group by default.
-        statistics, scale, whitening, basis, kl_clip, rest, beta2: as for `KFAC`.
         trust: as for `KFAC`, but ``"none"`` unless told.
+        damping_style: as for `KFAC`. None: ``"factored"``, but ``"eigen"`` for
+            ``scale="corrected"``.
 
-    As for `KFAC`: damping, damping_style, decay, refresh, fisher, loss, accumulation,
-    sharing, norm, norm_damping_ratio, skip, subsample, grad_scaler, strategy,
-    placement, profile, comm, group.
+    As for `KFAC`: statistics, scale, whitening, basis, moments, kl_clip, rest, beta2,
+    damping, decay, refresh, fisher, loss, accumulation, sharing, norm,
+    norm_damping_ratio, skip, subsample, grad_scaler, strategy, placement, profile,
+    comm, group.
     """
 
     def __init__(
@@ -79,12 +81,13 @@ class SPNGD(Inspectable, Optimizer):
         scale: config.Scale = "kronecker",
         whitening: config.Whitening = "half",
         basis: config.Basis = "exact",
+        moments: config.MovedMoments = "move",
         trust: config.Trust = "none",
         kl_clip: float | None = 1e-3,
         rest: config.Rest = "plain",
         beta2: float = 0.95,
         damping: config.Damping = 1e-3,
-        damping_style: config.DampingStyle = "factored",
+        damping_style: config.DampingStyle | None = None,
         decay: float = 0.0,
         refresh: Refresh = DEFAULT_REFRESH,
         fisher: config.Fisher = "empirical",
@@ -105,18 +108,19 @@ class SPNGD(Inspectable, Optimizer):
         require_number("lr", lr, "a number > 0", above=0.0)
         require_number("momentum", momentum, "in [0, 1)", low=0.0, below=1.0)
         require_number("weight_decay", weight_decay, "a number >= 0", low=0.0)
-        require_choice("average", average, ("update", "gradient"))
+        require_choice("average", average, get_args(Average))
         curvature = Curvature(
             statistics=statistics,
             scale=scale,
             whitening=whitening,
             basis=basis,
+            moments=moments,
             trust=trust,
             kl_clip=kl_clip,
             rest=rest,
             beta2=beta2,
             damping=damping,
-            damping_style=damping_style,
+            damping_style=style_for(damping_style, scale, statistics, "factored"),
             decay=decay,
             refresh=refresh,
             fisher=fisher,
@@ -212,11 +216,12 @@ class SPNGD(Inspectable, Optimizer):
             velocity = [self._velocity(p) for p in params]
             foreach.scale_(velocity, momentum)
             foreach.add_(velocity, grads, 1 - momentum)
-            ahead = velocity
             if self.nesterov:
-                ahead, last = foreach.scaled(velocity, momentum), last + 1
+                ahead = foreach.scaled(velocity, momentum)
                 foreach.add_(ahead, grads, 1 - momentum)
-            ahead = foreach.scaled(ahead, 1 / (1 - momentum**last))
+                foreach.scale_(ahead, 1 / (1 - momentum ** (last + 1)))
+            else:
+                ahead = foreach.scaled(velocity, 1 / (1 - momentum**last))
             averages |= {id(p): x for p, x in zip(params, ahead, strict=True)}
         return {
             name: block.fold([averages[id(p)] for p in block.parameters])

@@ -11,10 +11,11 @@ from natgrad.state import StatisticState
 
 
 class Stacks:
-    """Joins what is kept of several statistics, anew only when one of them changes.
+    """Joins what is kept of several blocks, anew only when one of them changes.
 
-    The states are left with views of the joined tensors, so that nothing is kept twice.
-    What was joined is never written to: a state that somebody is saving stays as it is.
+    Who keeps it is left with views of the joined tensors, so that nothing is kept
+    twice. Inverses that were joined are never written to: a state that somebody is
+    saving stays as it is.
     """
 
     def __init__(self) -> None:
@@ -23,28 +24,39 @@ class Stacks:
 
     def of(self, states: Sequence[StatisticState]) -> Inverse | None:
         """The inverses, ``(k s, n, n)`` and so on; None if one is missing."""
-        if len(states) == 1:
-            return states[0].inverse
         inverses = [s.inverse for s in states if s.inverse is not None]
         if len(inverses) < len(states):
             return None
-        key = tuple(s.spec.name for s in states)
-        self._used.add(key)
-        known = self._known.get(key)
-        if known is not None and all(map(operator.is_, known[0], inverses)):
-            return known[1]
-        joined = tuple(torch.cat(parts) for parts in zip(*inverses, strict=True))
-        count = len(states)
-        views = [tuple(_part(x, i, count) for x in joined) for i in range(count)]
+        joined, views = self.joined([s.spec.name for s in states], inverses)
         for state, view in zip(states, views, strict=True):
             state.inverse = view
-        self._known[key] = views, joined
         return joined
+
+    def joined(
+        self, names: Sequence[str], parts: Sequence[Inverse]
+    ) -> tuple[Inverse, Sequence[Inverse]]:
+        """Tuples of equal shapes as one tuple, and what each has become: views."""
+        if len(parts) == 1:
+            return parts[0], parts
+        key = tuple(names)
+        self._used.add(key)
+        known = self._known.get(key)
+        if known is not None and all(map(_same, known[0], parts)):
+            return known[1], known[0]
+        joined = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        count = len(parts)
+        views = [tuple(_part(x, i, count) for x in joined) for i in range(count)]
+        self._known[key] = views, joined
+        return joined, views
 
     def forget(self) -> None:
         """Drop what was not asked for since the last call."""
         self._known = {key: self._known[key] for key in self._used}
         self._used = set()
+
+
+def _same(left: Inverse, right: Inverse) -> bool:
+    return all(map(operator.is_, left, right))
 
 
 def _part(x: Tensor, i: int, count: int) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -250,6 +250,7 @@ class Statistics:
     ) -> None:
         """Install owners' inverses; make interval and failures known to all ranks."""
         known: list[float] = []
+        intervals = self._judge(findings)
         for s in inverted:
             found = findings.get(s.spec.name)
             if found is None:
@@ -257,7 +258,7 @@ class Statistics:
             elif isinstance(found, InverseError):
                 known += [s.timing.interval, s.failures + 1]
             else:
-                known += [self._judge(s, found), 0]
+                known += [intervals[s.spec.name], 0]
                 # LAPACK leaves columns one after another; others receive rows, and
                 # a product would be rounded differently
                 s.inverse = tuple(x.contiguous() for x in found)
@@ -271,20 +272,33 @@ class Statistics:
             s.timing.previous, s.timing.interval = s.timing.interval, int(interval)
         _report_failures([s for s in inverted if s.failures], self.comm.rank)
 
-    def _judge(self, s: StatisticState, new: Inverse) -> int:
-        """The next interval, from the damped inverse and the two before it."""
-        tolerance = self.config.refresh.tolerance
+    def _judge(self, findings: Findings) -> dict[str, int]:
+        """The next interval of each new inverse, from it and the two before it."""
+        refresh, tolerance = self.config.refresh, self.config.refresh.tolerance
+        found = {n: x for n, x in findings.items() if not isinstance(x, InverseError)}
+        states = [self.states[name] for name in found]
         if tolerance is None:
-            return s.timing.interval
+            return {s.spec.name: s.timing.interval for s in states}
+        # all are compared before one is read: that is one synchronisation
+        compared = [self._compare(s, found[s.spec.name], tolerance) for s in states]
+        flat = [x for similar in compared for x in similar]
+        known: Iterator[bool] = iter(torch.stack(flat).tolist() if flat else ())
+        intervals: dict[str, int] = {}
+        for s, similar in zip(states, compared, strict=True):
+            last, before = [*(next(known) for _ in similar), False, False][:2]
+            intervals[s.spec.name] = refresh.judge(last, before, s.timing)
+        return intervals
+
+    def _compare(self, s: StatisticState, new: Inverse, limit: float) -> list[Tensor]:
+        """Whether a damped inverse is similar to the last and to the one before."""
         damped = new[0]
         if self.is_eigen(s):
             damped = damped_from_eigen(new[0], new[1], self.factor_damping(s))
         # unpacked again: packed, the Frobenius norm would miss half of the matrix
-        earlier = [self._unflatten_inverse(x, s) for x in s.history]
-        similar = [is_similar(damped, x, tolerance) for x in earlier]
-        similar += [False] * (2 - len(similar))
+        earlier = (self._unflatten_inverse(x, s) for x in s.history)
+        similar = [is_similar(damped, x, limit) for x in earlier]
         s.history = [flatten(damped), *s.history[:1]]
-        return self.config.refresh.judge(similar[0], similar[1], s.timing)
+        return similar
 
     def _share_inverses(self, states: list[StatisticState]) -> None:
         if self.comm.world == 1 or not states:

@@ -1,11 +1,12 @@
 """How long a step is: the KL clip of all layers, or the norm of each layer's weight."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from natgrad.engine import Engine
+from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.precondition import kl_scale
 from natgrad.math.rules import trust_ratio
@@ -22,16 +23,26 @@ def layer_trust(engine: Engine, updates: dict[str, Tensor]) -> dict[str, Tensor]
     if not names:
         return updates
     blocks = [engine.block[name] for name in names]
-    # each rank has the whole weight, whoever else works on the block
-    weights = [p.detach() for b in blocks for p in b.parameters]
-    squares = iter([x.square() for x in foreach.norms(weights)])
-    sizes = foreach.norms([updates[name] for name in names])
-    scaled = dict(updates)
-    for block, size in zip(blocks, sizes, strict=True):
-        norm = torch.stack([next(squares).to(size) for _ in block.parameters])
-        ratio = trust_ratio(norm.sum().sqrt(), size, block.spec.stack * block.spec.rows)
-        scaled[block.name] = updates[block.name] * ratio
-    return scaled
+    sizes = torch.stack(foreach.norms([updates[name] for name in names]))
+    rows = sizes.new_tensor([b.spec.stack * b.spec.rows for b in blocks])
+    ratios = trust_ratio(_weight_norms(blocks, sizes), sizes, rows)
+    scaled = foreach.multiplied([updates[name] for name in names], ratios.unbind())
+    return updates | dict(zip(names, scaled, strict=True))
+
+
+def _weight_norms(blocks: Sequence[Block], like: Tensor) -> Tensor:
+    """Of each block's weight and bias together.
+
+    Each rank has the whole weight, whoever else works on the block.
+    """
+    biased = [len(b.parameters) > 1 for b in blocks]
+    weights = foreach.norms([b.parameters[0].detach() for b in blocks])
+    if not any(biased):
+        return torch.stack(weights).to(like)
+    last = [b.parameters[-1].detach() for b in blocks if len(b.parameters) > 1]
+    found, zero = iter(foreach.norms(last)), like.new_zeros(())
+    biases = [next(found) if has else zero for has in biased]
+    return torch.hypot(torch.stack(weights).to(like), torch.stack(biases).to(like))
 
 
 def kl_trust(

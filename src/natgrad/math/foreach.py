@@ -25,6 +25,11 @@ def multiply_(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
     torch._foreach_mul_(list(xs), list(factors))
 
 
+def multiplied(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
+    """``x * factor``, each with its own factor."""
+    return list(torch._foreach_mul(list(xs), list(factors)))
+
+
 def add_(xs: Sequence[Tensor], ys: Sequence[Tensor], alpha: float = 1.0) -> None:
     """``x <- x + alpha y``, in place."""
     torch._foreach_add_(list(xs), list(ys), alpha=alpha)

@@ -86,15 +86,38 @@ def eigendecompositions(
     tracked = {i: track(matrices[i], x) for i, x in enumerate(olds) if x is not None}
     checks = [x.isfinite().all() for _, x in tracked.values()]
     good = torch.stack(checks).tolist() if checks else []
-    kept = {i: x for (i, x), fine in zip(tracked.items(), good, strict=True) if fine}
-    return [kept[i] if i in kept else _exact(x) for i, x in enumerate(matrices)]
+    found: dict[int, Inverse | InverseError] = {
+        i: x for (i, x), fine in zip(tracked.items(), good, strict=True) if fine
+    }
+    others = [i for i in range(len(matrices)) if i not in found]
+    found |= zip(others, _exact([matrices[i] for i in others]), strict=True)
+    return [found[i] for i in range(len(matrices))]
 
 
-def _exact(matrix: Tensor) -> Inverse | InverseError:
-    found = _climb(_eigh, matrix, 0.0)
-    if isinstance(found, InverseError):
-        return found
-    return found[0], found[1].clamp_min(0.0)
+def _exact(matrices: Sequence[Tensor]) -> list[Inverse | InverseError]:
+    """Decomposed anew; the first rung is checked for all at once."""
+    first = [_first_eigh(x) for x in matrices]
+    checks = [_all_finite(found) for found in first if found]
+    fine: Iterator[bool] = iter(torch.stack(checks).tolist() if checks else ())
+    results: list[Inverse | InverseError] = []
+    for matrix, found in zip(matrices, first, strict=True):
+        result = found if found and next(fine) else _climb(_eigh, matrix, 0.0)
+        if not isinstance(result, InverseError):
+            result = result[0], result[1].clamp_min(0.0)
+        results.append(result)
+    return results
+
+
+def _all_finite(found: Inverse) -> Tensor:
+    return torch.stack([torch.isfinite(x).all() for x in found]).all()
+
+
+def _first_eigh(matrix: Tensor) -> Inverse:
+    """Without jitter; empty if LAPACK gives up."""
+    try:
+        return _eigh(matrix, None)
+    except torch.linalg.LinAlgError:
+        return ()
 
 
 def track(matrix: Tensor, earlier: Inverse) -> Inverse:
@@ -203,17 +226,18 @@ def _two_by_two(x: Tensor) -> Tensor:
     return torch.where(determinant > 0, adjugate / determinant / scale, torch.nan)
 
 
-def _eigh(matrix: Tensor, damping: Tensor) -> Inverse:
+def _eigh(matrix: Tensor, damping: Tensor | None) -> Inverse:
     if matrix.dim() == 2:
         return matrix.new_empty(0), matrix
     shifted = matrix
-    if bool(damping.any()):
+    if damping is not None:
         shifted = matrix.clone()
         shifted.diagonal(dim1=-2, dim2=-1).add_(damping.unsqueeze(1))
     values, vectors = torch.linalg.eigh(shifted)
     # The jitter only perturbs the solver: it is taken out of the eigenvalues again.
+    values = values if damping is None else values - damping.unsqueeze(1)
     # In one memory layout, also after a gather: products then round alike.
-    return vectors.contiguous(), values - damping.unsqueeze(1)
+    return vectors.contiguous(), values
 
 
 def _climb(

@@ -38,12 +38,13 @@ def polar(x: Tensor, steps: int = STEPS) -> Tensor:
     # nearer to it than the norm of x.
     bound = torch.linalg.matrix_norm(gram.to(x.dtype), keepdim=True).sqrt()
     scale = torch.where(bound > 0, bound.reciprocal(), 0.0).to(y.dtype)
-    y, gram = y * scale, gram * scale.square()
+    y, gram = y * scale, gram.mul_(scale.square())
+    inner, spare = torch.empty_like(gram), torch.empty_like(y)
     for i, (a, b, c) in enumerate(quintics(LEAST, steps)):
         if i:
-            gram = y @ y.mT
-        inner = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        y = torch.baddbmm(y, inner, y, beta=a)
+            torch.bmm(y, y.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=inner)
+        y, spare = torch.baddbmm(y, inner, y, beta=a, out=spare), y
     return y.to(x.dtype)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.math.inverse import Inverse
+from natgrad.math.rules import corrected_scale, into_basis, out_of_basis
 
 RESCALE_EPS = 1e-9
 # Cosines below so many units of rounding have no sign that could be trusted.
@@ -35,11 +36,10 @@ def apply_eigen(
     to rounding are left out instead of divided by it, as in a pseudo-inverse.
     """
     (q_right, v_right), (q_left, v_left) = right, left
-    rotated = _rotate(gradient, _transposed(q_left), q_right)
-    curvature = v_left.unsqueeze(2) * v_right.unsqueeze(1) + damping
-    floor = 0.0 if damping else _rounding(curvature)
-    scaled = torch.where(curvature > floor, rotated / curvature, 0.0)
-    return _rotate(scaled, q_left, _transposed(q_right))
+    curvature = v_left.unsqueeze(2) * v_right.unsqueeze(1)
+    rotated = into_basis(gradient, q_right, q_left)
+    scaled = corrected_scale(rotated, curvature, damping)
+    return out_of_basis(scaled, q_right, q_left)
 
 
 def descending(gradient: Tensor, update: Tensor, blocks: int = 1) -> Tensor:
@@ -57,24 +57,6 @@ def descending(gradient: Tensor, update: Tensor, blocks: int = 1) -> Tensor:
     noise = RIGHT_ANGLE * torch.finfo(g.dtype).eps * lengths
     good = ((product > noise) & product.isfinite()).unsqueeze(1)
     return torch.where(good, u, g).reshape(update.shape)
-
-
-def _rounding(curvature: Tensor) -> Tensor:
-    """The largest value that may be zero but for rounding, of each of a stack."""
-    sizes = max(curvature.shape[1:])
-    eps = torch.finfo(curvature.dtype).eps
-    return sizes * eps * curvature.amax((1, 2), keepdim=True)
-
-
-def _rotate(gradient: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    if right.numel():
-        gradient = gradient @ right
-    return left @ gradient if left.numel() else gradient
-
-
-def _transposed(vectors: Tensor) -> Tensor:
-    """The eigenvectors of a diagonal are none: see `eigendecompositions`."""
-    return vectors.mT if vectors.numel() else vectors
 
 
 def kl_scale(inner_product: Tensor, kl_clip: float, lr: float) -> Tensor:

@@ -39,16 +39,27 @@ def adaptive_scale(rotated: Tensor, square: Tensor, damping: float) -> Tensor:
     return rotated / (root + floor).clamp_min(least)
 
 
-def corrected_scale(rotated: Tensor, curvature: Tensor, damping: float) -> Tensor:
+def corrected_scale(
+    rotated: Tensor, curvature: Tensor, damping: float | Tensor
+) -> Tensor:
     """``V / (S + damping)``, elementwise (EKFAC, George et al. 2018, eq. 10).
 
     With no damping, directions whose curvature is zero up to rounding are left out, as
-    in a pseudo-inverse.
+    in a pseudo-inverse. A tensor ``(s, 1, 1)`` has a damping for each of the stack.
     """
     damped = curvature + damping
-    eps = max(curvature.shape[1:]) * torch.finfo(curvature.dtype).eps
-    floor = 0.0 if damping else eps * curvature.amax((1, 2), keepdim=True)
+    floor: float | Tensor = 0.0
+    if isinstance(damping, Tensor):
+        floor = torch.where(damping > 0, 0.0, _rounding(curvature))
+    elif not damping:
+        floor = _rounding(curvature)
     return torch.where(damped > floor, rotated / damped, 0.0)
+
+
+def _rounding(curvature: Tensor) -> Tensor:
+    """The largest value that may be zero but for rounding, of each of a stack."""
+    eps = max(curvature.shape[1:]) * torch.finfo(curvature.dtype).eps
+    return eps * curvature.amax((1, 2), keepdim=True)
 
 
 def moved_moment(
@@ -83,11 +94,12 @@ def whiten_back(polar: Tensor, right: Tensor | None, left: Tensor | None) -> Ten
     return _between(polar, None if right is None else _transposed(right), left)
 
 
-def trust_ratio(weight_norm: Tensor, update_norm: Tensor, rows: int) -> Tensor:
+def trust_ratio(weight_norm: Tensor, update_norm: Tensor, rows: Tensor | int) -> Tensor:
     """``|w| / |u|``: gives an update the norm of its weight (LARS, You et al. 2017).
 
-    ``rows`` is the number of outputs. A weight that is (nearly) zero counts as if its
-    rows had norm `LEAST_ROW`; an update of zero stays zero.
+    ``rows`` is the number of outputs; of several layers at once, all are vectors. A
+    weight that is (nearly) zero counts as if its rows had norm `LEAST_ROW`; an update
+    of zero stays zero.
     """
     norm = weight_norm.clamp_min(LEAST_ROW * rows**0.5)
     return torch.where(update_norm > 0, norm / update_norm, 0.0)

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 
-def is_similar(new: Tensor, old: Tensor, tolerance: float) -> bool:
-    """Whether ``||new - old||_F / ||old||_F < tolerance``."""
+def is_similar(new: Tensor, old: Tensor, tolerance: float) -> Tensor:
+    """Whether ``||new - old||_F / ||old||_F < tolerance``; a bool on the device."""
     distance = torch.linalg.vector_norm(new - old)
-    return bool(distance < tolerance * torch.linalg.vector_norm(old))
+    return distance < tolerance * torch.linalg.vector_norm(old)
 
 
 def next_interval(

@@ -151,6 +151,8 @@ class CurvatureConfig:
     """Of scale orthogonal."""
     basis: Literal["exact", "tracked"] = "exact"
     """Eigenbases, where the rule has them: anew each time, or tracked."""
+    moments: Literal["move", "restart"] = "move"
+    """Second moments when a refresh replaces their bases: moved into them, or anew."""
     trust: Literal["none", "kl", "layer"] | None = None
     """How long a step is (kfac and spngd). None: the optimizer's own, kl or none."""
     rest: Literal["plain", "adaptive"] = "plain"

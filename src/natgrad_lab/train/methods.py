@@ -134,7 +134,7 @@ def _polar(model: nn.Module, config: TrainConfig, examples: int) -> Method:
 def _rule(config: TrainConfig) -> dict[str, Any]:
     """The keywords that compose an update rule of KFAC and SPNGD."""
     c = config.curvature
-    names = ("statistics", "scale", "whitening", "basis", "rest", "kl_clip")
+    names = ("statistics", "scale", "whitening", "basis", "moments", "rest", "kl_clip")
     names += ("damping_style", "fisher", "norm", "norm_damping_ratio")
     rule: dict[str, Any] = {name: getattr(c, name) for name in names}
     return rule if c.trust is None else rule | {"trust": c.trust}

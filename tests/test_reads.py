@@ -1,0 +1,113 @@
+"""A step reads few numbers back from the device, however many layers there are.
+
+Each read waits until the device has done all that was asked of it. The bounds are of a
+whole step that refreshes everything; one that refreshes nothing reads once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from natgrad import KFAC, SPNGD, Adaptive, Every, Polar
+from natgrad.math.polar import LEAST, STEPS, quintics
+
+Make = Callable[[nn.Module], Optimizer]
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a value."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count = 0
+        tolist = Tensor.tolist
+
+        def counted(x: Tensor) -> Any:
+            self.count += 1
+            return tolist(x)
+
+        monkeypatch.setattr(Tensor, "tolist", counted)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        names = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")
+        self.count += func.overloadpacket.__name__ in names
+        return func(*args, **(kwargs or {}))
+
+
+def deep(layers: int) -> nn.Sequential:
+    """Layers of three shapes, so that not all are done together."""
+    torch.manual_seed(0)
+    found: list[nn.Module] = []
+    for i in range(layers):
+        size = 4 + i % 3
+        found += [nn.Linear(5, size), nn.BatchNorm1d(size), nn.Tanh()]
+        found += [nn.Linear(size, 5)]
+    return nn.Sequential(*found).double()
+
+
+def kfac(**options: Any) -> Make:
+    def make(model: nn.Module) -> Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        KFAC(model, optimizer, **({"norm": "unit", "refresh": Every()} | options))
+        return optimizer
+
+    return make
+
+
+EVERY = Every(statistics=3, inverses=3)
+# reads of a step that refreshes all: the verdict, and one check of each sort of result
+RULES: dict[str, tuple[Make, int]] = {
+    "kfac-eigen": (kfac(), 3),
+    "kfac-factored": (kfac(damping_style="factored"), 2),
+    "kfac-tracked": (kfac(basis="tracked"), 3),
+    "kfac-corrected": (kfac(scale="corrected", damping_style="relative"), 3),
+    "kfac-adaptive": (kfac(scale="adaptive", rest="adaptive"), 3),
+    "spngd": (lambda model: SPNGD(model, 0.01, refresh=Adaptive(1e9)), 3),
+    "polar": (lambda model: Polar(model, 0.01, refresh=Every()), 2),
+}
+
+
+def reads_of(make: Make, layers: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    model = deep(layers)
+    optimizer = make(model)
+    found: list[int] = []
+    for step in range(4):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        with Reads(monkeypatch) as reads:
+            F.mse_loss(model(torch.randn(8, 5).double()), torch.zeros(8, 5)).backward()
+            optimizer.step()
+        monkeypatch.undo()
+        found.append(reads.count)
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_reads_do_not_grow_with_the_layers(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quintics(LEAST, STEPS)  # found once in a process, on the host
+    make, bound = RULES[rule]
+    few = reads_of(make, 2, monkeypatch)
+    many = reads_of(make, 7, monkeypatch)
+    assert few == many
+    assert max(many) <= bound, many
+
+
+def test_a_step_without_refresh_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    quintics(LEAST, STEPS)
+    makes = (
+        kfac(refresh=EVERY),
+        lambda model: SPNGD(model, 0.01, refresh=EVERY),
+        lambda model: Polar(model, 0.01, refresh=EVERY),
+    )
+    for make in makes:
+        assert reads_of(make, 3, monkeypatch)[1:3] == [1, 1]
