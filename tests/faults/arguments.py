@@ -116,7 +116,8 @@ def draw(name: str, source: random.Random, odd: float = 0.2) -> Value:
 
 
 def _words(name: str) -> tuple[list[Any], list[Any]]:
-    return LEGAL[name], ILLEGAL.get(name, ["other", "", None, 3, []])
+    # None, where it is a default, means what goes with the rest
+    return LEGAL[name], ILLEGAL.get(name, ["other", "", 3, []])
 
 
 def draw_one(name: str, kind: Any, source: random.Random, odd: float) -> Value:
@@ -211,7 +212,15 @@ def step(model: nn.Module, optimizer: Any, natural: Any) -> None:
 def settled(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """Options with the defaults of what was not given; Polar has its own rule."""
     signature = inspect.signature(KINDS[kind]).parameters.items()
-    return {name: each.default for name, each in signature} | options
+    found = {name: each.default for name, each in signature} | options
+    style, trust = ("eigen", "kl") if kind == "KFAC" else ("factored", "none")
+    scale = found.get("scale")
+    if scale == "orthogonal" and kind == "KFAC" and found["statistics"] == "both":
+        style = "relative"
+    style = "eigen" if scale == "corrected" else style
+    trust = "layer" if scale in ("adaptive", "orthogonal") else trust
+    chosen = {"damping_style": style, "trust": trust}
+    return found | {k: v for k, v in chosen.items() if found.get(k) is None}
 
 
 def names_what_is_wrong(
