@@ -210,3 +210,35 @@ def differ_on(rank: int) -> None:
 def test_one_rank_alone_cannot_be_automatic() -> None:
     with pytest.raises(RankError, match="different plans"):
         run_world(2, differ_on, timeout=30)
+
+
+# -- gradients that DDP averages after all --------------------------------------------
+
+
+def dear_sums() -> HardwareProfile:
+    """An all-reduce costs more than sharing updates, which costs more than nothing."""
+    kinds = {"reduce": 0.0, "all_reduce": 9.0, "gather": 1.0}
+    measured = [Collective(kind=k, ranks=2, call=v) for k, v in kinds.items()]
+    return HardwareProfile(name="sums", collectives=tuple(measured), ranks_per_node=2)
+
+
+def wrap_late(rank: int) -> tuple[str, str, str, int]:
+    model = network()
+    kfac = KFAC(model, kl_clip=None, strategy="auto", profile=dear_sums())
+    assert kfac.choice is not None
+    first = kfac.choice.strategy
+    replica = nn.parallel.DistributedDataParallel(model)
+    for _ in range(2):
+        replica.zero_grad()
+        replica(torch.randn(4, 6)).square().mean().backward()
+        kfac.step()
+    plan, chosen = kfac.engine.plan, kfac.choice.strategy
+    kfac.close()
+    return first, chosen, plan.strategy, len(plan.exchanges["reduce_gradients"].items)
+
+
+@pytest.mark.processes
+def test_a_model_wrapped_afterwards_is_chosen_for_anew() -> None:
+    """Once DDP averages gradients, the all-reduce is no strategy's own any more."""
+    for found in run_world(2, wrap_late):
+        assert found == ("layer_wise", "factor_wise", "factor_wise", 0)

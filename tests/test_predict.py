@@ -215,6 +215,18 @@ def test_steps_that_the_model_cannot_tell_apart_go_to_the_first() -> None:
     assert long.strategy == order[0]
 
 
+def test_a_choice_says_what_its_five_percent_are_of() -> None:
+    """Without the seconds of the passes, of what is added to them."""
+    added = choose_strategy(BLOCKS, 4, machine())
+    assert "least seconds beside forward and backward" in added.reasons
+    least = min(added.seconds.values())
+    assert added.seconds[added.strategy] <= 1.05 * least
+    assert (
+        "of the least step"
+        in choose_strategy(BLOCKS, 4, machine(), compute=1.0).reasons
+    )
+
+
 def test_columns_of_an_inverse_need_only_the_rows_below() -> None:
     """The proposal is exact: helpers' columns, rows i >= j, are the inverse."""
     generator = torch.Generator().manual_seed(0)

@@ -66,7 +66,7 @@ def kept_on(rank: int, case: str) -> tuple[dict[str, int], dict[str, int]]:
     curved = kind is KFAC
     made = kind(model, sgd, **options) if curved else kind(model, lr=1e-3, **options)
     generator = torch.Generator().manual_seed(rank)
-    optimizer = sgd if curved else made
+    optimizer: Any = sgd if curved else made
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(8, 2, 4, 4, generator=generator)).square().mean().backward()
