@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad import state as saved_state
 from natgrad.alike import make_alike
 from natgrad.auto import Profile
 from natgrad.capture import Capture, Captured
@@ -19,7 +18,7 @@ from natgrad.diagnostics import Probe
 from natgrad.gathering import gather, part_of, release, warn_partial
 from natgrad.hooks import require_unwatched
 from natgrad.meter import Meter, metered
-from natgrad.outbox import GradientOutbox, StatisticsOutbox
+from natgrad.outbox import Outbox
 from natgrad.plan import Plan, Strategy
 from natgrad.planning import Planning
 from natgrad.preconditioner import Preconditioner
@@ -31,6 +30,7 @@ from natgrad.registration import (
     warn_silent,
 )
 from natgrad.sampling import differentiate, sampled_loss
+from natgrad.saving import load, save
 from natgrad.statistics import Refreshed, Statistics
 from natgrad.verdict import Verdict, gradient_norm, reach_verdict
 from natgrad.wrapping import inside_ddp, unwrap
@@ -110,11 +110,11 @@ class Engine:
             meter=self.meter,
         )
         self.capture.bases = self.preconditioner.bases_for_capture
-        self._open_outboxes()
-        self.capture.on_growth = lambda name: self._sums.grown(
+        self._outbox = self._open_outbox()
+        self.capture.on_growth = lambda name: self._outbox.sums.grown(
             name, self.capture.current
         )
-        self.capture.on_abandon = self._abandon
+        self.capture.on_abandon = lambda: self._outbox.abandon()
         self.begin()
 
     def _connect(self, plan: Plan) -> Communicator:
@@ -122,12 +122,9 @@ class Engine:
         options, group = self._comm_options, self._group
         return Communicator(plan, options, group, fingerprint=print_of)
 
-    def _open_outboxes(self) -> None:
-        overlap = self._comm_options.overlap and self.comm.world > 1
-        self._sums = StatisticsOutbox(self.comm, self.like, overlap)
-        self._gradients: GradientOutbox | None = None
-        if self.own_gradients:
-            self._gradients = GradientOutbox(self.comm, self.like, self.blocks, overlap)
+    def _open_outbox(self) -> Outbox:
+        blocks = self.blocks if self.own_gradients else None
+        return Outbox(self.comm, self.like, blocks)
 
     @property
     def step(self) -> int:
@@ -141,9 +138,7 @@ class Engine:
         due = [s.spec.name for s in self.statistics.due()]
         self.capture.due = frozenset(due)
         self.capture.step = self.step
-        self._sums.open(due)
-        if self._gradients is not None:
-            self._gradients.open()
+        self._outbox.open(due)
 
     @metered("reduce")
     def reduce_statistics(self) -> tuple[Captured, dict[str, Tensor]]:
@@ -151,17 +146,17 @@ class Engine:
         if self.auto is not None:
             self.auto.stop(due=bool(self.capture.due))
         captured = self.capture.take()
-        return captured, self._sums.finish(captured)
+        return captured, self._outbox.sums.finish(captured)
 
     @metered("gradients")
     def reduce_gradients(self) -> dict[str, Tensor]:
         """Mean gradients ``(s, m, n)`` of the blocks that this rank works on."""
         self._reduced = []
-        if self._gradients is None:
+        if self._outbox.gradients is None:
             local = {b.name: b.gradient() for b in self.blocks}
             return {name: g for name, g in local.items() if g is not None}
         require_known(self.model, self.blocks)
-        means = self._gradients.finish()
+        means = self._outbox.gradients.finish()
         self._reduced = list(means.values())
         return {
             name: flat.div_(self.comm.world).reshape(shape_of(self.block[name]))
@@ -170,7 +165,7 @@ class Engine:
 
     def agree(self, captured: Captured) -> Verdict:
         """What all ranks know alike. See Note [One decision on all ranks]."""
-        traces, account = self._sums.traces, self.statistics.account
+        traces, account = self._outbox.sums.traces, self.statistics.account
         return reach_verdict(
             self.comm,
             norm=gradient_norm(self.blocks, self._reduced, self.like),
@@ -315,9 +310,8 @@ class Engine:
         self.statistics.plan, self.statistics.comm = plan, self.comm
         if not self._planning.measures:
             self.statistics.seconds = None
-        for handle in self._gradients.handles if self._gradients else ():
-            handle.remove()
-        self._open_outboxes()
+        self._outbox.close()
+        self._outbox = self._open_outbox()
 
     def look_for_ddp(self) -> None:
         """Leave gradients to DDP if the model was wrapped after this was made."""
@@ -333,19 +327,12 @@ class Engine:
 
         After `gather` all of them; else only this rank's part, and once a warning.
         """
-        states, style = self.statistics.states.values(), self.config.damping_style
         whole = self.gathered or self.comm.world == 1
         part = None if whole else part_of(self.plan, self.comm)
         if part and warn and self.step and not self._warned:
             self._warned = warn_partial(self.comm)
-        saved = saved_state.save(states, self.step, style)
-        saved |= {"form": self.config.form, "moments": self.moments.save()}
-        account = self.statistics.account
-        budget = None if account is None else account.state_dict()
-        calls = dict(self._sums.expected)
-        saved |= {"part": part, "calls": calls, "budget": budget}
-        seconds = dict(self._planning.seconds)
-        return saved | {"skipped_steps": self.skipped_steps, "seconds": seconds}
+        seconds, calls = dict(self._planning.seconds), dict(self._outbox.sums.expected)
+        return {**save(self), "part": part, "calls": calls, "seconds": seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`: a whole one, or this rank's part.
@@ -357,15 +344,8 @@ class Engine:
             self._follow(self._planning.plan_by(seconds))
             self.begin()
         require_state(state, self, part_of(self.plan, self.comm))
-        states, style = self.statistics.states, self.config.damping_style
-        moments = self.moments.loaded(state["moments"], self.blocks)
-        self.statistics.step = saved_state.load(states, state, self.like, style)
-        self.moments.states = moments
-        self._sums.expected = dict(state["calls"])
-        # older states do not say
-        self.skipped_steps = int(state.get("skipped_steps", 0))
-        if self.statistics.account is not None and state.get("budget"):
-            self.statistics.account.load_state_dict(state["budget"])
+        load(self, state)
+        self._outbox.sums.expected = dict(state["calls"])
         self._release()
         self.capture.take()
         self.begin()
@@ -376,8 +356,7 @@ class Engine:
         self.comm.close()
         if self.auto is not None:
             self.auto.close()
-        for handle in self._gradients.handles if self._gradients else ():
-            handle.remove()
+        self._outbox.close()
         self.closed = True
 
     @contextmanager
@@ -407,8 +386,3 @@ class Engine:
         """Raise if `close` was called."""
         if self.closed:
             raise RuntimeError("This optimizer was closed: make a new one to go on.")
-
-    def _abandon(self) -> None:
-        self._sums.abandon()
-        if self._gradients is not None:
-            self._gradients.abandon()

@@ -21,6 +21,36 @@ from natgrad.layers import Block
 from natgrad.statistics import flatten, trace
 
 
+class Outbox:
+    """Statistics, and the gradients of ``blocks``, if DDP does not send them."""
+
+    def __init__(
+        self, comm: Communicator, like: Tensor, blocks: Sequence[Block] | None
+    ) -> None:
+        overlap = comm.options.overlap and comm.world > 1
+        self.sums = StatisticsOutbox(comm, like, overlap)
+        self.gradients: GradientOutbox | None = None
+        if blocks is not None:
+            self.gradients = GradientOutbox(comm, like, blocks, overlap)
+
+    def open(self, names: Sequence[str]) -> None:
+        """Begin a step that estimates these statistics."""
+        self.sums.open(names)
+        if self.gradients is not None:
+            self.gradients.open()
+
+    def abandon(self) -> None:
+        """Throw away what was sent of a step that never came to its end."""
+        self.sums.abandon()
+        if self.gradients is not None:
+            self.gradients.abandon()
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self.gradients.handles if self.gradients else ():
+            handle.remove()
+
+
 class StatisticsOutbox:
     """Sends the sums of due statistics to their owners.
 
