@@ -22,6 +22,22 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "adaptive": {"scale": "adaptive"},
     "corrected": {"scale": "corrected", "damping_style": "eigen"},
+    "corrected-relative": {"scale": "corrected", "damping_style": "relative"},
+    "restarted": {"scale": "adaptive", "moments": "restart"},
+    "rest": {"rest": "adaptive", "norm": "skip"},
+    "rest-averaged": {
+        "rest": "adaptive",
+        "norm": "skip",
+        "average": "gradient",
+        "scale": "adaptive",
+    },
+}
+# Equal to the last bit. Others have products whose rounding may depend on the stack.
+EXACT = ("adaptive", "corrected", "corrected-relative", "restarted", "rest")
+MEMBERS = {  # how many blocks each call scales: out; words; layers
+    "adaptive": [1, 2, 3],
+    "corrected": [1, 2, 3],
+    "rest": [7],
 }
 
 
@@ -79,6 +95,7 @@ def test_together_is_as_alone(
     alone = trained(form, freeze=freeze)
     for name, p in alone.items():
         torch.testing.assert_close(together[name], p, rtol=1e-11, atol=1e-12)
+        assert torch.equal(together[name], p) or form not in EXACT, name
 
 
 def test_one_product_for_equal_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +116,41 @@ def test_one_product_for_equal_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         backward(model, 0)
         optimizer.step()
     assert sorted(stacks) == [1, 2, 3]  # out; words; layers
+
+
+@pytest.mark.parametrize("form", MEMBERS)
+def test_every_rule_does_equal_shapes_together(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from natgrad import preconditioner
+
+    seen: list[int] = []
+    name = "corrected_scale" if form == "corrected" else "adaptive_scale"
+    inner = getattr(preconditioner, name)
+
+    def count(v: Tensor, *rest: Any) -> Tensor:
+        seen.append(len(v))
+        return inner(v, *rest)
+
+    monkeypatch.setattr(preconditioner, name, count)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with KFAC(model, optimizer, **({"norm": "skip"} | FORMS[form])):
+        backward(model, 0)
+        optimizer.step()
+    assert sorted(seen) == MEMBERS[form]
+
+
+def test_moments_of_a_group_are_kept_once() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with KFAC(model, optimizer, scale="adaptive") as kfac:
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+        squares = [kfac.engine.moments.states[f"layers.{i}"].square for i in range(3)]
+        assert len({x.untyped_storage().data_ptr() for x in squares}) == 1
+        assert squares[0].untyped_storage().nbytes() == 3 * squares[0].nbytes
 
 
 def test_nothing_is_kept_twice_and_what_was_saved_stays() -> None:
