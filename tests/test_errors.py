@@ -271,6 +271,21 @@ def test_a_closed_kfac_leaves_a_plain_optimizer() -> None:
     assert same(parameters(model), parameters(other))
 
 
+def test_an_optimizer_carries_one_preconditioner() -> None:
+    """A second would overwrite the first one's state; a closed one does not count."""
+    model = mlp()
+    optimizer, k = sgd(model)
+    with pytest.raises(ValueError, match="this SGD already carries a natgrad"):
+        natgrad.KFAC(model, optimizer)
+    train(model, optimizer, range(2))
+    assert optimizer.state_dict()["natgrad"]["step"] == k.engine.step == 2
+    k.close()
+    assert hooks(model) == 0
+    second = natgrad.KFAC(model, optimizer)
+    train(model, optimizer, range(2))
+    assert second.engine.step == 2
+
+
 # -- steps --------------------------------------------------------------------------
 
 

@@ -175,8 +175,13 @@ def bad_states() -> dict[str, tuple[Callable[[dict[str, Any]], None], str]]:
     def shape(state: dict[str, Any]) -> None:
         state["statistics"]["3/G"]["average"] = torch.zeros(2)
 
+    def older(state: dict[str, Any]) -> None:
+        state["version"] = 1
+        del state["moments"]
+
     return {
         "version": (version, "version=99.*Must be 2"),
+        "older": (older, "version=1.*Must be 2"),
         "missing": (missing, "'3/G' is missing in the saved state"),
         "extra": (extra, "'head/A' is missing in this model"),
         "size": (size, "'3/G'.*size 17.*Must be 3"),
@@ -202,6 +207,117 @@ def test_a_state_that_does_not_fit_changes_nothing(case: str, maker: str) -> Non
     assert same(before, snapshot(target, resumed))
     assert when == timings(resumed)
     train(target, resumed, range(4, 6))
+
+
+def budgeted(decay: float = 0.0) -> tuple[nn.Module, Optimizer]:
+    model = mlp()
+    refresh = natgrad.Budget(overhead=0.5)
+    optimizer = natgrad.SPNGD(model, lr=0.02, refresh=refresh, decay=decay)
+    return model, optimizer
+
+
+BAD_BUDGETS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "extra": (lambda b: b["books"].update(debt=1.0), "budget.books.*'debt'.*just"),
+    "missing": (lambda b: b["books"].pop("credit"), "budget.books.*without credit"),
+    "negative": (lambda b: b["books"].update(plain=-1.0), "budget.books.plain=-1.0"),
+    "part": (lambda b: b["books"].update(windows=2.5), "budget.books.windows=2.5"),
+    "cost": (lambda b: b["costs"]["0/A"].update(more=0.0), "costs.'0/A'.*'more'"),
+    "text": (lambda b: b["costs"]["0/A"].update(change="x"), "'0/A'.*change='x'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BUDGETS)
+def test_a_bad_budget_changes_nothing(case: str) -> None:
+    spoil, message = BAD_BUDGETS[case]
+    (model, optimizer), (target, resumed) = budgeted(), budgeted()
+    train(model, optimizer, range(4))
+    train(target, resumed, range(1))
+    saved = through_a_file(optimizer.state_dict())
+    spoil(saved["natgrad"]["budget"])
+    before, when = snapshot(target, resumed), repr(resumed.state_dict())
+    with pytest.raises(ValueError, match=message):
+        resumed.load_state_dict(saved)
+    assert same(before, snapshot(target, resumed))
+    assert when == repr(resumed.state_dict())
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_averages_that_only_a_budget_or_a_watch_keeps_are_loaded(decay: float) -> None:
+    (model, optimizer), (_, resumed) = budgeted(decay), budgeted(decay)
+    train(model, optimizer, range(4))
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert same(snapshot(optimizer), snapshot(resumed))
+    watched, other = mlp(), natgrad.SPNGD(mlp(), lr=0.02, decay=decay)
+    spngd = natgrad.SPNGD(watched, lr=0.02, decay=decay)
+    spngd.watch(every=2)
+    train(watched, spngd, range(4))
+    other.load_state_dict(through_a_file(spngd.state_dict()))
+    assert same(snapshot(spngd), snapshot(other))
+
+
+def test_skipped_steps_are_still_known_after_loading() -> None:
+    model = mlp()
+    optimizer, kfac = sgd(model)
+    backward(model, 0)
+    next(model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+    with pytest.warns(UserWarning, match="Step 0 is skipped"):
+        optimizer.step()
+    saved = through_a_file(optimizer.state_dict())
+    resumed, fresh = sgd(mlp())
+    resumed.load_state_dict(saved)
+    assert kfac.health()["skipped_steps"] == fresh.health()["skipped_steps"] == 1
+    del saved["natgrad"]["skipped_steps"]  # as states were saved before
+    resumed.load_state_dict(saved)
+    assert fresh.health()["skipped_steps"] == 0
+
+
+FOREIGN: dict[str, Any] = {
+    "of a model": mlp().state_dict(),
+    "a list": [1, 2],
+    "empty": {},
+    "half": {"state": {}, "param_groups": [{"lr": 0.1}]},
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+@pytest.mark.parametrize("maker", ["sgd", "spngd"])
+def test_a_state_of_something_else(case: str, maker: str) -> None:
+    optimizer = MAKERS[maker](mlp(), {})
+    with pytest.raises(
+        ValueError, match=r"Invalid optimizer state, a .*'param_groups'"
+    ):
+        optimizer.load_state_dict(FOREIGN[case])
+    kfac = natgrad.KFAC(mlp(), lr=0.1)
+    with pytest.raises(ValueError, match=r"Invalid state=.*natgrad optimizer returned"):
+        kfac.load_state_dict(FOREIGN[case])
+
+
+BAD_MOMENTUM: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "shape": (
+        lambda s: s["state"][0].update(velocity=torch.ones(2)),
+        "velocity of .*0",
+    ),
+    "none": (lambda s: s["state"][1].update(velocity=None), "velocity of parameter 1"),
+    "nan": (lambda s: s["state"][0]["velocity"].fill_(float("nan")), "finite tensor"),
+    "lr": (lambda s: s["param_groups"][0].update(lr="fast"), "lr='fast'"),
+    "momentum": (lambda s: s["param_groups"][0].update(momentum=1.5), "momentum=1.5"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MOMENTUM)
+def test_bad_momentum_or_groups_change_nothing(case: str) -> None:
+    spoil, message = BAD_MOMENTUM[case]
+    model, target = mlp(), mlp(seed=1)
+    optimizer, resumed = (natgrad.SPNGD(m, lr=0.02) for m in (model, target))
+    train(model, optimizer, range(3))
+    train(target, resumed, range(1))
+    saved = through_a_file(optimizer.state_dict())
+    spoil(saved)
+    before = snapshot(target, resumed)
+    with pytest.raises(ValueError, match=message):
+        resumed.load_state_dict(saved)
+    assert same(before, snapshot(target, resumed))
+    assert resumed.engine.step == 1
 
 
 def test_an_optimizer_state_that_does_not_fit_changes_no_statistics() -> None:

@@ -19,8 +19,8 @@ from tests.world import run_world
 from torch import Tensor
 
 from natgrad_lab.errors import UserError
+from natgrad_lab.train import checkpoint, storage
 from natgrad_lab.train import run as runs
-from natgrad_lab.train import storage
 from natgrad_lab.train.checkpoint import Checkpoints
 from natgrad_lab.train.command import start as create_together
 from natgrad_lab.train.config import (
@@ -244,6 +244,20 @@ def test_with_no_good_one_left_all_are_named(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("step-0000000?"))) == 2
 
 
+def test_a_state_that_cannot_be_used_is_named_and_the_one_before_used(
+    tmp_path: Path,
+) -> None:
+    def use(state: dict[str, Any], world: int) -> None:
+        if state["n"] == 2:
+            raise ValueError("Invalid step=-1")
+
+    checkpoints = written(tmp_path, 1, 2)
+    expected = r"step-00000002 does not fit: ValueError: Invalid step=-1\. Used step-0"
+    with pytest.warns(UserWarning, match=expected):
+        state, _ = checkpoints.load(use=use)
+    assert state["step"] == 1
+
+
 def test_what_is_half_written_is_not_seen(tmp_path: Path) -> None:
     (tmp_path / "step-00000009.partial").mkdir()
     with pytest.raises(UserError, match="No usable checkpoint"):
@@ -283,6 +297,19 @@ def test_a_full_disk_ends_the_save_only(
     assert checkpoints.save(3, state_of(3)) == ""
     assert checkpoints.wait() == ""
     assert checkpoints.load()[0]["step"] == 3
+
+
+def test_a_checkpoint_without_latest_is_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = written(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_whole", full_disk)
+        checkpoints.save(2, state_of(2))
+        expected = "step-00000002 is saved, but after that.*No space left"
+        with pytest.warns(UserWarning, match=expected):
+            assert checkpoints.wait() == ""
+    assert checkpoints.load()[0]["step"] == 2
 
 
 def test_a_limit_of_the_system_on_files_ends_the_save_only(tmp_path: Path) -> None:
@@ -361,6 +388,16 @@ def test_a_full_disk_ends_no_run(
     monkeypatch.undo()
     train(tmp_path / "other", settings, World())
     assert losses(tmp_path / "run") == losses(tmp_path / "other")
+
+
+def test_a_run_resumed_with_other_options_names_the_checkpoints(
+    tmp_path: Path,
+) -> None:
+    train(tmp_path / "run", config(), World(), stop=4)
+    expected = r"No usable.*\n.*step-00000004 does not fit: .*damping_style='factored'"
+    with pytest.raises(UserError, match=expected):
+        resumed(tmp_path / "run", World(), damping_style="eigen")
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
 
 
 KFAC = OptimizerConfig(kfac=True, lr=0.05)

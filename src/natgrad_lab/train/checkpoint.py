@@ -22,7 +22,7 @@ from torch import Tensor
 from natgrad_lab.errors import UserError
 from natgrad_lab.train import tree
 from natgrad_lab.train.files import sync_folder, write_whole
-from natgrad_lab.train.processes import World
+from natgrad_lab.train.processes import World, is_connection
 from natgrad_lab.train.storage import (
     CheckpointError,
     Reader,
@@ -37,6 +37,7 @@ _NAME = re.compile(r"step-(\d{8})(?:\.(\d+))?")
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"
 
 Wanted = Callable[[tree.Path], bool]
+Use = Callable[[dict[str, Any], int], None]
 
 
 class Checkpoints:
@@ -50,7 +51,7 @@ class Checkpoints:
     def __init__(self, folder: Path, world: World) -> None:
         self._folder, self._world = folder, world
         self._thread: threading.Thread | None = None
-        self._problem = ""
+        self._problem, self._remark = "", ""
         # Its own group: a save's messages must not mix with those of training.
         self._group: Any = None
         self._mesh: Any = None
@@ -77,10 +78,16 @@ class Checkpoints:
         return before
 
     def wait(self) -> str:
-        """Until nothing is being written; what went wrong, or an empty text."""
+        """Until nothing is being written; what went wrong, or an empty text.
+
+        What went wrong only after a state was saved is a warning.
+        """
         if self._thread is not None:
             self._thread.join()
         self._thread = None
+        if self._remark:
+            warnings.warn(f"Checkpoint: {self._remark}.", stacklevel=2)
+            self._remark = ""
         problem, self._problem = self._problem, ""
         return problem
 
@@ -88,24 +95,29 @@ class Checkpoints:
         """Whether there is anything to load. Collective."""
         return self._world.any(self._world.main and bool(self._candidates()))
 
-    def load(self, wanted: Wanted = lambda _: True) -> tuple[dict[str, Any], int]:
-        """The newest state that every rank can read, and how many ranks saved it.
+    def load(
+        self, wanted: Wanted = lambda _: True, use: Use = lambda *_: None
+    ) -> tuple[dict[str, Any], int]:
+        """The newest state that every rank can read and use, and how many saved it.
 
         Older ones are a fallback, with a warning that says so. A tensor whose path is
-        not ``wanted`` on this rank is not read. Collective.
+        not ``wanted`` on this rank is not read. ``use`` is called with the state and
+        the number of ranks that saved it; if it raises, the state is of no use.
+        Collective.
         """
         problems: list[str] = []
         names = self._world.share("\n".join(self._candidates())).split()
         for name in names:
             try:
-                manifest = read_manifest(self._folder / name)
-                loaded, problem = self._read(name, manifest, wanted), ""
+                loaded, problem = self._read(name, wanted), ""
             except CheckpointError as error:
-                manifest, loaded, problem = {}, None, str(error)
+                loaded, problem = None, str(error)
             problem = self._world.first(problem)
             if loaded is not None and not problem:
+                problem = self._world.first(self._used(name, loaded, use))
+            if loaded is not None and not problem:
                 self._set_aside(names[: len(problems)], problems, name)
-                return {**loaded, "step": manifest["step"]}, manifest["world"]
+                return loaded
             problems.append(problem)
         lines = "".join(f"\n  {each}" for each in problems)
         raise UserError(
@@ -138,9 +150,13 @@ class Checkpoints:
 
         def commit() -> None:
             partial.rename(self._folder / target)
-            write_whole(self._folder / LATEST, target)
-            sync_folder(self._folder)
-            self._prune()
+            try:
+                write_whole(self._folder / LATEST, target)
+                sync_folder(self._folder)
+                self._prune()
+            except OSError as error:  # loading does not need what is missing now
+                self._remark = f"{target} is saved, but after that: {_reason(error)}"
+                (self._folder / f"{LATEST}.partial").unlink(missing_ok=True)
 
         try:
             dcp.save(
@@ -178,7 +194,9 @@ class Checkpoints:
         found.sort(key=lambda m: (int(m[1]), int(m[2] or 0)), reverse=True)
         return [match[0] for match in found]
 
-    def _read(self, name: str, manifest: dict[str, Any], wanted: Wanted) -> Any:
+    def _read(self, name: str, wanted: Wanted) -> tuple[dict[str, Any], int]:
+        """A state and the number of ranks that saved it."""
+        manifest = read_manifest(self._folder / name)
         tensors = {
             key: each
             for key, each in manifest["tensors"].items()
@@ -196,7 +214,19 @@ class Checkpoints:
             raise CheckpointError(_reason(error)) from error
         state |= reader.whole
         paths = {tuple(map(str, tensors[key]["path"])): state[key] for key in state}
-        return tree.join(manifest["outline"], paths)
+        loaded = tree.join(manifest["outline"], paths)
+        return {**loaded, "step": manifest["step"]}, manifest["world"]
+
+    def _used(self, name: str, loaded: tuple[dict[str, Any], int], use: Use) -> str:
+        """What a state that could be read is not used for, or an empty text."""
+        try:
+            use(*loaded)
+        except (UserError, ValueError, KeyError, RuntimeError) as error:
+            if is_connection(error):
+                raise
+            told = str(error) if isinstance(error, UserError) else _reason(error)
+            return f"{self._folder / name} does not fit: {told}"
+        return ""
 
     def _set_aside(self, names: list[str], problems: list[str], used: str) -> None:
         """Say what was skipped; out of the way, it is not tried or counted again."""

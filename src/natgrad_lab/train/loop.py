@@ -263,8 +263,10 @@ class Trainer:
                 warnings.warn(f"Checkpoint: {problem}.", stacklevel=2)
 
     def _restore(self) -> None:
-        wanted = snapshot.wanted_by(self.method.curved)
-        state, ranks = self.checkpoints.load(wanted)
+        """Go on from the newest checkpoint that fits."""
+        self.checkpoints.load(snapshot.wanted_by(self.method.curved), self._use)
+
+    def _use(self, state: dict[str, Any], ranks: int) -> None:
         self.step = state["step"]
         rank, same = self.world.rank, ranks == self.world.size
         snapshot.load_model(self.model, state, rank, same)
