@@ -17,7 +17,7 @@ from natgrad.plan.profile import Collective, ModelTimes
 from natgrad.plan.split import loads_of, lower_bound
 from natgrad_lab.errors import UserError
 from natgrad_lab.models import build
-from natgrad_lab.simulate import calibrate, collectives
+from natgrad_lab.simulate import calibrate, collectives, operations
 from natgrad_lab.simulate.calibrate import main as calibrate_main
 from natgrad_lab.simulate.command import main
 from natgrad_lab.simulate.events import Timeline
@@ -596,7 +596,33 @@ def test_a_machine_is_measured(
     profile = find_profile(str(file))
     assert min(profile.flop, profile.statistic, profile.apply, profile.block) > 0
     assert profile.conv_statistics_flop
+    assert [size for size, _ in profile.flops] == [16]
+    assert ", cpu, one thread" in profile.source
     assert (profile.crowding, profile.collectives, profile.overlap) == ((), (), 1.0)
+
+
+def test_products_are_measured_at_several_sizes() -> None:
+    found = operations.products(300, call=0.0, seconds=0.001)
+    assert [size for size, _ in found] == [16, 64, 256]
+    assert all(rate > 0 for _, rate in found)
+    # A call is counted on its own, and something is left however long it takes.
+    net = operations.products(16, call=1.0, seconds=0.001)
+    assert 0 < net[0][1] < found[0][1]
+
+
+def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after each measurement; on a CPU there is nothing to wait for."""
+    waits: list[None] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(None))
+    operations.timed(lambda: None, 0.0)
+    assert not waits
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch, "get_default_device", lambda: gpu)
+    runs: list[int] = []
+    operations.timed(lambda: runs.append(len(waits)), 0.0)
+    # the warm-up, then a wait before the loop and two around each of three runs
+    assert runs == [0, 2, 4, 6]
+    assert len(waits) == 7
 
 
 def test_measured_exchanges_become_a_model_of_them() -> None:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,6 +42,8 @@ class Calibrate:
     """Examples for these models."""
     seconds: float = 0.2
     """At least so long for each measurement."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Where operations run. None: a GPU if there is one."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,14 +61,16 @@ def main(arguments: Sequence[str]) -> int:
 def calibrate(asked: Calibrate) -> HardwareProfile:
     """The profile of this machine, for one thread a process."""
     threads = torch.get_num_threads()
+    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
     try:
-        return _calibrate(asked)
+        with torch.device(device):
+            return _calibrate(asked, device)
     finally:
         torch.set_num_threads(threads)
 
 
-def _calibrate(asked: Calibrate) -> HardwareProfile:
+def _calibrate(asked: Calibrate, device: str) -> HardwareProfile:
     short = asked.seconds
     layer = operations.call(short)
     own = operations.library_overheads(short)
@@ -74,8 +78,9 @@ def _calibrate(asked: Calibrate) -> HardwareProfile:
     link = _link(found)
     return HardwareProfile(
         name="this machine",
-        source=f"natgrad calibrate, torch {torch.__version__}, one thread",
+        source=f"natgrad calibrate, torch {torch.__version__}, {device}, one thread",
         flop=operations.product(min(256, max(asked.sizes)), short),
+        flops=tuple(operations.products(max(asked.sizes), layer, short)),
         conv_flop=operations.convolution(short),
         statistics_flop=operations.statistics_flop(short),
         conv_statistics_flop=operations.conv_statistics_flop(short),
@@ -92,7 +97,9 @@ def _calibrate(asked: Calibrate) -> HardwareProfile:
         crowding=_crowding(found),
         overlap=float(np.median([f["overlap"] for f in found])) if found else 1.0,
         collectives=tuple(c for f in found for c in _collectives(f)),
-        models={name: in_own_process(name, asked.batch) for name in asked.models},
+        models={
+            name: in_own_process(name, asked.batch, device) for name in asked.models
+        },
     )
 
 

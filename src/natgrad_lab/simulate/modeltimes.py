@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from statistics import median
 
@@ -21,16 +20,18 @@ from natgrad import KFAC, Every
 from natgrad.plan.profile import ModelTimes
 from natgrad_lab.errors import UserError
 from natgrad_lab.models import build
+from natgrad_lab.simulate.operations import now
 from natgrad_lab.simulate.work import lab_settings
 
 CYCLE = 4
 """Steps between inversions; statistics are estimated in every other step."""
 
 
-def in_own_process(name: str, batch: int) -> ModelTimes:
-    """`model_times` in a new process."""
+def in_own_process(name: str, batch: int, device: str = "cpu") -> ModelTimes:
+    """`model_times` on a device, in a new process."""
     command = [sys.executable, "-m", "natgrad_lab.simulate.modeltimes", name]
-    done = subprocess.run([*command, str(batch)], capture_output=True, text=True)
+    command += [str(batch), device]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{name} could not be measured:\n{done.stderr[-2000:]}")
     return ModelTimes(**json.loads(done.stdout.splitlines()[-1]))
@@ -85,14 +86,14 @@ def _steps(
     found: list[list[tuple[float, float, float]]] = [[] for _ in range(CYCLE)]
     for step in range(CYCLE * (cycles + 1)):
         optimizer.zero_grad()
-        times = [time.perf_counter()]
+        times = [now()]
         outputs = model(x)
         loss = F.cross_entropy(outputs.flatten(0, -2), y.flatten())
-        times.append(time.perf_counter())
+        times.append(now())
         loss.backward()
-        times.append(time.perf_counter())
+        times.append(now())
         optimizer.step()
-        times.append(time.perf_counter())
+        times.append(now())
         if step >= CYCLE:
             a, b, c, d = times
             found[step % CYCLE].append((b - a, c - b, d - c))
@@ -108,12 +109,13 @@ def _precondition(kfac: KFAC, model: nn.Module, x: Tensor, y: Tensor) -> float:
     spent: list[float] = []
     with torch.no_grad():
         for _ in range(12):
-            start = time.perf_counter()
+            start = now()
             engine.precondition(known, known)
-            spent.append(time.perf_counter() - start)
+            spent.append(now() - start)
     return median(spent)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(asdict(model_times(sys.argv[1], int(sys.argv[2])))))
+    with torch.device(sys.argv[3]):
+        print(json.dumps(asdict(model_times(sys.argv[1], int(sys.argv[2])))))

@@ -1,4 +1,7 @@
-"""Seconds of single operations on this machine, one thread."""
+"""Seconds of single operations on this machine, one thread.
+
+Tensors are made on torch's default device, which calibration sets: a GPU is waited for.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +22,42 @@ from natgrad.math.statistics import gram
 from natgrad.plan.profile import Curve
 
 NEVER = Every(statistics=10**6, inverses=10**6)
-_VECTOR = torch.zeros(1_000_000)
-_CACHE: dict[int, torch.Tensor] = {}
+PRODUCTS = (16, 64, 256, 1024)
+"""Sizes at which products are measured: small ones are slower a flop."""
+LEAST = 0.1
+"""What is left at least of a product's seconds without its call."""
+_CACHE: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 def spd(n: int) -> torch.Tensor:
     """A fixed symmetric matrix of a quarter of full rank, as statistics of few
     examples are: decompositions of such are faster than of others.
     """
-    if n not in _CACHE:
+    key = n, torch.get_default_device()
+    if key not in _CACHE:
         generator = torch.Generator().manual_seed(n)
-        x = torch.randn(n, max(1, n // 4), generator=generator)
-        _CACHE[n] = x @ x.T / n
-    return _CACHE[n]
+        x = torch.randn(n, max(1, n // 4), generator=generator, device="cpu")
+        _CACHE[key] = (x @ x.T / n).to(key[1])
+    return _CACHE[key]
+
+
+def now() -> float:
+    """The time, when the default device has done all it was given."""
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def timed(work: Callable[[], Any], seconds: float) -> float:
     """The median of as many calls as fit into ``seconds``, three at least."""
     work()
     times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or (time.perf_counter() < end and len(times) < 200):
-        start = time.perf_counter()
+    start = now()
+    end = start + seconds
+    while len(times) < 3 or (start < end and len(times) < 200):
+        start = now()
         work()
-        times.append(time.perf_counter() - start)
+        times.append(now() - start)
     return float(np.median(times))
 
 
@@ -68,6 +83,16 @@ def product(n: int, seconds: float) -> float:
     return timed(lambda: x @ x, seconds) / (2 * n**3)
 
 
+def products(largest: int, call: float, seconds: float) -> list[tuple[int, float]]:
+    """Seconds a flop of products by size, but for the seconds of the smallest call."""
+    sizes = [n for n in PRODUCTS if n <= largest] or [largest]
+    # Of a small product the call is nearly all, and is counted on its own.
+    return [
+        (n, max(r - call / (2 * n**3), LEAST * r))
+        for n, r in ((n, product(n, seconds)) for n in sizes)
+    ]
+
+
 def convolution(seconds: float) -> float:
     """Seconds a flop of a 3x3 convolution, forward and backward."""
     layer = nn.Conv2d(32, 32, 3, padding=1, bias=False)
@@ -82,7 +107,8 @@ def convolution(seconds: float) -> float:
 
 def element(seconds: float) -> float:
     """Seconds an element of an addition in place."""
-    return timed(lambda: _VECTOR.add_(1e-9), seconds) / _VECTOR.numel()
+    x = torch.zeros(1_000_000)
+    return timed(lambda: x.add_(1e-9), seconds) / x.numel()
 
 
 def call(seconds: float) -> float:
