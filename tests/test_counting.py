@@ -246,9 +246,10 @@ def test_an_overflow_with_a_fused_optimizer_leaves_no_trace() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     before = [p.detach().clone() for p in model.parameters()]
-    with KFAC(model, optimizer, grad_scaler=scaler), pytest.warns(UserWarning):
+    with KFAC(model, optimizer, grad_scaler=scaler):
         scaler.scale(loss_of(model(x)) * float("inf")).backward()
-        scaler.step(optimizer)
+        with pytest.warns(UserWarning, match="skipped"):
+            scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() < 2.0**16
     for p, old in zip(model.parameters(), before, strict=True):

@@ -18,7 +18,7 @@ from torch import Tensor
 from natgrad.capture import Captured
 from natgrad.comm import Communicator, Flight
 from natgrad.layers import Block
-from natgrad.statistics import flatten, trace
+from natgrad.math.packing import flatten, trace
 
 
 class Outbox:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from natgrad.math.staleness import next_interval
+from natgrad.requiring import require_count
 
 if TYPE_CHECKING:
     from natgrad.budget import Account
@@ -71,7 +72,7 @@ class Every(Refresh):
         for name in ("statistics", "inverses"):
             value = getattr(self, name)
             if not callable(value):
-                _require_interval(name, value)
+                require_count(name, value)
 
     def after_statistic(self, step: int, timing: Timing) -> int:
         return step + _interval_at("statistics", self.statistics, step)
@@ -110,14 +111,14 @@ class Scheduled(Refresh):
     always_fresh: int = 500
 
     def __post_init__(self) -> None:
-        _require_interval("steps_per_epoch", self.steps_per_epoch)
+        require_count("steps_per_epoch", self.steps_per_epoch)
         if not callable(self.rule) and self.rule not in RULES:
             legal = ", ".join(map(repr, RULES))
             raise ValueError(
                 f"Invalid rule={self.rule!r}. Must be one of {legal}, or a function "
                 "from the epoch to an interval."
             )
-        _require_interval("always_fresh", self.always_fresh, least=0)
+        require_count("always_fresh", self.always_fresh, least=0)
 
     def interval(self, step: int) -> int:
         """Steps from a refresh at ``step`` to the next one."""
@@ -167,10 +168,5 @@ def _interval_at(name: str, interval: Interval, at: int) -> int:
     if not callable(interval):
         return interval
     value = interval(at)
-    _require_interval(f"{name}({at})", value)
+    require_count(f"{name}({at})", value)
     return value
-
-
-def _require_interval(name: str, value: Any, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"Invalid {name}={value!r}. Must be an integer >= {least}.")

@@ -24,7 +24,7 @@ from natgrad.math.inverse import (
     pi_split,
     split_damping,
 )
-from natgrad.math.packing import pack, unpack
+from natgrad.math.packing import flatten, unflatten
 from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.staleness import is_similar
 from natgrad.meter import Meter
@@ -150,7 +150,7 @@ class Statistics:
     def dense(self, s: StatisticState) -> Tensor:
         """The running average as ``(s, n, n)``, or ``(s, n)`` when diagonal."""
         assert s.average is not None
-        return unflatten(s.average, s)
+        return unflatten(s.average, s.spec.stack, s.spec.size, s.spec.diagonal)
 
     def _owns(self, s: StatisticState) -> bool:
         return self.plan.owners[s.spec.name] == self.comm.rank
@@ -198,8 +198,8 @@ class Statistics:
         for s in mine:
             if s.average is not None:
                 old, weight = s.average, 1 - self.config.decay
-                moved = weight * norm(sums[s.spec.name] - old, s)
-                changes[s.spec.name] = rate = change_rate(moved, norm(old, s))
+                moved = weight * _norm(sums[s.spec.name] - old, s)
+                changes[s.spec.name] = rate = change_rate(moved, _norm(old, s))
                 if self.account is not None:
                     self.account.note_change(s.spec.name, rate)
 
@@ -331,7 +331,7 @@ class Statistics:
 
     def _unflatten_inverse(self, flat: Tensor, s: StatisticState) -> Tensor:
         """A dense inverse or root; of the root only the upper triangle was packed."""
-        dense = unflatten(flat, s)
+        dense = unflatten(flat, s.spec.stack, s.spec.size, s.spec.diagonal)
         return dense.triu_() if self.is_root(s) and dense.dim() == 3 else dense
 
     def _advance(
@@ -370,28 +370,11 @@ class Statistics:
                 t.statistics_at = t.inverses_at = self.step + (2 - (name in chosen))
 
 
-def flatten(x: Tensor) -> Tensor:
-    """A statistic ``(s, n, n)`` packed, a diagonal ``(s, n)`` as it is, in one dim."""
-    return x.flatten() if x.dim() == 2 else pack(x)
-
-
-def unflatten(flat: Tensor, s: StatisticState) -> Tensor:
-    """The inverse of `flatten`."""
-    if s.spec.diagonal:
-        return flat.reshape(s.spec.stack, s.spec.size)
-    return unpack(flat, s.spec.stack, s.spec.size)
-
-
-def norm(flat: Tensor, s: StatisticState) -> Tensor:
+def _norm(flat: Tensor, s: StatisticState) -> Tensor:
     """The Frobenius norm of a packed statistic."""
     if s.spec.diagonal:
         return torch.linalg.vector_norm(flat)
     return packed_norm(flat, s.spec.stack, s.spec.size)
-
-
-def trace(x: Tensor) -> Tensor:
-    """The sum of the diagonals of ``(s, n, n)``, or of a diagonal ``(s, n)``."""
-    return x.sum() if x.dim() == 2 else x.diagonal(dim1=-2, dim2=-1).sum()
 
 
 def _report_failures(failed: list[StatisticState], rank: int) -> None:

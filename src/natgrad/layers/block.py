@@ -11,7 +11,6 @@ from natgrad.layers.table import is_norm, kind_of
 from natgrad.math.statistics import widen
 from natgrad.plan.spec import BlockSpec
 
-
 FOREIGN = "not the optimizer's"
 
 

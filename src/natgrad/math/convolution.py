@@ -47,6 +47,7 @@ from natgrad.math.products import (
     completed,
     sum_dtype,
 )
+from natgrad.math.statistics import append_ones
 
 METHODS = ("auto", "pointwise", "im2col", "autocorrelation")
 
@@ -68,7 +69,9 @@ def conv_input_moment(
     if method == "auto":
         method = choose_method(x.shape, geometry)
     moment = _MOMENTS[method](x, geometry).flatten(3).flatten(1, 2)
-    return _with_bias(moment, x, geometry) if geometry.bias else moment
+    if not geometry.bias:
+        return moment
+    return append_ones(moment, _patch_sums(x, geometry), positions(x.shape, geometry))
 
 
 def conv_output_moment(g: Tensor, groups: int = 1) -> Tensor:
@@ -194,15 +197,6 @@ def _phase_images(
         for phase in itertools.product(*phases)
     ]
     return torch.stack([padded[(..., *steps)] for steps in taken], dim=2)
-
-
-def _with_bias(moment: Tensor, x: Tensor, geometry: ConvGeometry) -> Tensor:
-    size = moment.shape[-1]
-    result = moment.new_empty(moment.shape[0], size + 1, size + 1)
-    result[:, :size, :size] = moment
-    result[:, size, :size] = result[:, :size, size] = _patch_sums(x, geometry)
-    result[:, size, size] = positions(x.shape, geometry)
-    return result
 
 
 def _patch_sums(x: Tensor, geometry: ConvGeometry) -> Tensor:

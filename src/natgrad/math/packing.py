@@ -94,3 +94,18 @@ def _square_index(size: int, device: torch.device) -> Tensor:
     row = torch.arange(size, device=device)[:, None]
     low, high = torch.minimum(row, row.T), torch.maximum(row, row.T)
     return (low * size - low * (low - 1) // 2 + high - low).flatten().int()
+
+
+def flatten(x: Tensor) -> Tensor:
+    """A statistic ``(s, n, n)`` packed, a diagonal ``(s, n)`` as it is, in one dim."""
+    return x.flatten() if x.dim() == 2 else pack(x)
+
+
+def unflatten(flat: Tensor, stack: int, size: int, diagonal: bool) -> Tensor:
+    """The inverse of `flatten`."""
+    return flat.reshape(stack, size) if diagonal else unpack(flat, stack, size)
+
+
+def trace(x: Tensor) -> Tensor:
+    """The sum of the diagonals of ``(s, n, n)``, or of a diagonal ``(s, n)``."""
+    return x.sum() if x.dim() == 2 else x.diagonal(dim1=-2, dim2=-1).sum()

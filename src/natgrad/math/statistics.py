@@ -9,12 +9,12 @@ Letters: b rows (examples x positions), n inputs, m outputs, c channels, e examp
 import torch
 from torch import Tensor
 
-from natgrad.math.products import add_product, completed
+from natgrad.math.products import add_product, completed, sum_dtype
 
 
 def widen(x: Tensor) -> Tensor:
     """``x`` in float32 if it is in a narrower floating type, else as it is."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.to(sum_dtype(x))
 
 
 def gram(rows: Tensor) -> Tensor:

@@ -1,0 +1,36 @@
+"""Errors that name the value and the legal ones."""
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+
+def require_choice(name: str, value: Any, legal: Collection[str]) -> None:
+    """Raise a ValueError that names the value and the legal ones."""
+    if value not in legal:
+        raise ValueError(
+            f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, legal))}."
+        )
+
+
+def require_number(
+    name: str,
+    value: Any,
+    legal: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> None:
+    """Raise unless it is a finite number, >= low, <= high, > above and < below."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"Invalid {name}={value!r}. Must be {legal}.")
+    if not (math.isfinite(value) and low <= value <= high and above < value < below):
+        raise ValueError(f"Invalid {name}={value!r}. Must be {legal}.")
+
+
+def require_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise unless ``value`` is an integer >= ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"Invalid {name}={value!r}. Must be an integer >= {least}.")
