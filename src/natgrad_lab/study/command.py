@@ -67,13 +67,23 @@ class WorkArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusArguments:
-    """How far a study is: a table that stays fresh on a terminal, and the time left."""
+class LookArguments:
+    """Which study, for those who only look."""
 
     target: Annotated[str, Positional]
     """The study's TOML file, or its storage."""
     name: str | None = None
     """The study, when the storage holds several."""
+    storage: str | None = None
+    """Instead of the file's, as for `run`."""
+    folder: Path | None = None
+    """The study's folder, as for `run`. Default: runs/studies/NAME."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusArguments(LookArguments):
+    """How far a study is: a table that stays fresh on a terminal, and the time left."""
+
     once: bool = False
     """Print once and end."""
     every: float = 2.0
@@ -81,15 +91,11 @@ class StatusArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportArguments:
+class ReportArguments(LookArguments):
     """Write figures (PNG and SVG), tables (CSV and Parquet) and one HTML page."""
 
-    target: Annotated[str, Positional]
-    """The study's TOML file, or its storage."""
-    name: str | None = None
-    """The study, when the storage holds several."""
     out: Path | None = None
-    """Where to. Default: runs/studies/NAME/report."""
+    """Where to. Default: report in the study's folder."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -135,7 +141,7 @@ def status(asked: StatusArguments) -> int:
     """Show the table."""
     if asked.every <= 0:
         raise UserError(f"Invalid --every {asked.every}. Must be > 0.")
-    ledger = find_ledger(asked.target, asked.name)
+    ledger = find_ledger(asked)
     show_status(ledger, every=asked.every, once=asked.once)
     return 0
 
@@ -144,8 +150,8 @@ def report(asked: ReportArguments) -> int:
     """Write the report."""
     from natgrad_lab.study.report import write_report
 
-    ledger = find_ledger(asked.target, asked.name)
-    out = asked.out or default_folder(ledger.name) / "report"
+    ledger = find_ledger(asked)
+    out = asked.out or (asked.folder or default_folder(ledger.name)) / "report"
     print(write_report(ledger, out))
     return 0
 
@@ -163,13 +169,16 @@ def default_storage(folder: Path) -> str:
     return f"sqlite:///{folder / 'study.db'}"
 
 
-def find_ledger(target: str, name: str | None) -> Ledger:
-    """The study of a TOML file, or of a storage's address."""
-    if "://" in target:
-        return Ledger(Storage(target), name)
-    spec = read_study(Path(target))
-    address = spec.storage or default_storage(default_folder(spec.name))
-    return Ledger(Storage(address), name or spec.name)
+def find_ledger(asked: LookArguments) -> Ledger:
+    """The study of a TOML file, where `run` keeps it, or of a storage's address."""
+    if "://" in asked.target:
+        if asked.storage is not None:
+            raise UserError("Give a storage's address or --storage, not both.")
+        return Ledger(Storage(asked.target), asked.name)
+    spec = read_study(Path(asked.target))
+    folder = asked.folder or default_folder(spec.name)
+    address = asked.storage or spec.storage or default_storage(folder)
+    return Ledger(Storage(address), asked.name or spec.name)
 
 
 def _work(ledger: Ledger, folder: Path) -> int:

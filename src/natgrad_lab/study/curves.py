@@ -121,6 +121,13 @@ def from_plain(value: dict[str, Any]) -> Curve:
     return Curve(**parts)
 
 
+def thinned(curve: Curve, most: int) -> dict[int, float]:
+    """Accuracies by step, at most so many, the last one among them."""
+    every = max(1, -(-len(curve.steps) // most))
+    pairs = list(zip(curve.steps, curve.accuracies, strict=True))
+    return dict(pairs[::-1][::every][::-1])
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 

@@ -11,7 +11,8 @@ Note [One row a configuration]
 import contextlib
 import os
 import socket
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from natgrad_lab.errors import UserError
-from natgrad_lab.study.curves import Curve, to_plain
+from natgrad_lab.study.curves import Curve, thinned, to_plain
 from natgrad_lab.study.points import Planned, Point, spec_to_plain
 from natgrad_lab.study.spec import StudySpec
 from natgrad_lab.study.storage import Storage, try_flock
@@ -55,6 +56,13 @@ class Claim:
     attempt: int
     starts: tuple[int, ...]
     handle: int
+    spent: float = 0.0
+    """Seconds of earlier attempts."""
+    began: float = field(default_factory=time.monotonic)
+
+    def wall(self) -> float:
+        """Seconds of all attempts so far."""
+        return self.spent + time.monotonic() - self.began
 
     def drop(self) -> None:
         """Give the folder's lock back."""
@@ -122,6 +130,11 @@ class Ledger:
             found = self.study.get_trials(deepcopy=False)
         return [each for each in found if "key" in each.user_attrs]
 
+    def lost(self) -> frozenset[int]:
+        """Trials that run, but whose worker has shown no life for the grace period."""
+        with self.storage.errors():
+            return frozenset(self.storage.rdb._get_stale_trial_ids(self.id))
+
     def planned_trials(self) -> list[FrozenTrial]:
         """The trials of the specification, without those it no longer has."""
         keys = self.keys()
@@ -168,21 +181,21 @@ class Ledger:
     ) -> None:
         """Show how far a running trial is, and its newest accuracies by step."""
         self._set(claim, "progress", [step, total])
+        self._set(claim, "wall", claim.wall())
         self._show(claim, seen)
 
     def release(self, claim: Claim) -> None:
         """Put an unfinished trial back for anybody to go on with."""
         with self.storage.errors(), contextlib.suppress(UpdateFinishedTrialError):
             rdb = self.storage.rdb
+            rdb.set_trial_user_attr(claim.trial_id, "wall", claim.wall())
             rdb.set_trial_state_values(claim.trial_id, state=TrialState.WAITING)
 
-    def finish(self, claim: Claim, curve: Curve, wall: float) -> bool:
-        """Record the curve and end the trial; False when it had ended already.
-
-        ``wall`` are the seconds this attempt took, evaluations included.
-        """
+    def finish(self, claim: Claim, curve: Curve) -> bool:
+        """Record the curve and end the trial; False when it had ended already."""
         best = max(curve.accuracies, default=None)
-        facts = {"curve": to_plain(curve), "ending": curve.ending, "wall": wall}
+        facts: dict[str, Any] = {"curve": to_plain(curve), "ending": curve.ending}
+        facts["wall"] = claim.wall()
         facts |= {"steps": max(curve.steps, default=0), "data": claim.planned.data}
         state, values = TrialState.COMPLETE, None if best is None else [best]
         if curve.diverged:
@@ -228,6 +241,7 @@ class Ledger:
             attempt=attempt,
             starts=tuple(row.user_attrs.get("starts", ())),
             handle=handle,
+            spent=row.user_attrs.get("wall", 0.0),
         )
 
     def _show(self, claim: Claim, seen: dict[int, float]) -> None:
@@ -240,13 +254,6 @@ class Ledger:
     def _set(self, claim: Claim, name: str, value: Any) -> None:
         with self.storage.errors():
             self.storage.rdb.set_trial_user_attr(claim.trial_id, name, value)
-
-
-def thinned(curve: Curve, most: int) -> dict[int, float]:
-    """Accuracies by step, at most so many, the last one among them."""
-    every = max(1, -(-len(curve.steps) // most))
-    pairs = list(zip(curve.steps, curve.accuracies, strict=True))
-    return dict(pairs[::-1][::every][::-1])
 
 
 def place(folder: Path) -> str:

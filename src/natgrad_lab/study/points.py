@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -218,8 +219,7 @@ def make_plan(spec: StudySpec) -> dict[str, Planned]:
     """Every trial by key, in order. Loads the data to know how many examples."""
     method = next(iter(spec.methods))
     config = base_config(spec, method, spec.methods[method])
-    asked = config.data
-    dataset = data.load(asked.name, asked.root, **asked.options)
+    dataset = load_data(config)
     examples = len(dataset.train)
     plan: dict[str, Planned] = {}
     for point in points(spec):
@@ -235,6 +235,16 @@ def make_plan(spec: StudySpec) -> dict[str, Planned]:
         planned = Planned(key=key, point=point, config=made, data=dataset.note)
         plan.setdefault(key, planned)
     return plan
+
+
+def load_data(config: TrainConfig) -> data.Dataset:
+    """The data of a study; what is missing is named as a study's file names it."""
+    asked = config.data
+    try:
+        return data.load(asked.name, asked.root, **asked.options)
+    except data.DataError as error:
+        here = r"`settings.data.\1` in the study's file"
+        raise data.DataError(re.sub(r"--data\.(\w+)", here, str(error))) from error
 
 
 def spec_to_plain(spec: StudySpec) -> dict[str, Any]:

@@ -51,6 +51,8 @@ class Status:
     name: str
     rows: tuple[Row, ...]
     running: tuple[Running, ...]
+    lost: int
+    """Trials whose worker is dead: they wait to be taken up again."""
     left: float | None
 
     @property
@@ -72,11 +74,14 @@ def read_status(ledger: Ledger) -> Status:
     for each in trials:
         cells[cell(each)].append(each)
     running = [each for each in trials if each.state == TrialState.RUNNING]
+    lost = ledger.lost()
+    alive = {x.number for x in running if x._trial_id not in lost}
     return Status(
         name=ledger.name,
-        rows=tuple(_row(where, cells[where]) for where in sorted(cells)),
-        running=tuple(_running(each) for each in running),
-        left=seconds_left(trials),
+        rows=tuple(_row(where, cells[where], alive) for where in sorted(cells)),
+        running=tuple(_running(each) for each in running if each.number in alive),
+        lost=len(running) - len(alive),
+        left=seconds_left(trials, len(alive)),
     )
 
 
@@ -86,12 +91,12 @@ def cell(trial: FrozenTrial) -> Cell:
     return point["method"], point["batch"]
 
 
-def seconds_left(trials: Sequence[FrozenTrial]) -> float | None:
+def seconds_left(trials: Sequence[FrozenTrial], workers: int) -> float | None:
     """Work left over workers at work (at least one).
 
     An unfinished trial is expected to take as long as the median of those that ended
-    with the same method and batch; of all, where none has. A running one has the rest
-    of it left.
+    with the same method and batch (all attempts together); of all, where none has. One
+    that has begun has the rest of it left.
     """
     walls: dict[Cell, list[float]] = defaultdict(list)
     for each in trials:
@@ -100,21 +105,20 @@ def seconds_left(trials: Sequence[FrozenTrial]) -> float | None:
     if not walls:
         return None
     anywhere = statistics.median([x for found in walls.values() for x in found])
-    left, workers = 0.0, 0
+    left = 0.0
     for each in trials:
         if each.state.is_finished():
             continue
         known = walls.get(cell(each))
         expected = statistics.median(known) if known else anywhere
-        running = each.state == TrialState.RUNNING
         step, total = each.user_attrs.get("progress", (0, 1))
-        left += expected * (1 - step / total if running else 1)
-        workers += running
+        left += expected * (1 - step / total)
     return left / max(1, workers)
 
 
-def _row(where: Cell, trials: Sequence[FrozenTrial]) -> Row:
+def _row(where: Cell, trials: Sequence[FrozenTrial], alive: set[int]) -> Row:
     states = [each.state for each in trials]
+    running = sum(each.number in alive for each in trials)
     values = [x.value for x in trials if x.state == TrialState.COMPLETE]
     return Row(
         method=where[0],
@@ -122,8 +126,8 @@ def _row(where: Cell, trials: Sequence[FrozenTrial]) -> Row:
         total=len(trials),
         done=states.count(TrialState.COMPLETE),
         diverged=states.count(TrialState.FAIL),
-        running=states.count(TrialState.RUNNING),
-        waiting=states.count(TrialState.WAITING),
+        running=running,
+        waiting=sum(not state.is_finished() for state in states) - running,
         best=max((x for x in values if x is not None), default=None),
     )
 
@@ -165,6 +169,9 @@ def render(status: Status) -> Group:
         best = "" if row.best is None else f"{row.best:.2f}"
         table.add_row(row.method, *map(str, counts), best)
     lines = [Text(_running_line(each)) for each in status.running]
+    if status.lost:
+        text = f"trials whose worker is gone, to be taken up again: {status.lost}"
+        lines.append(Text(text))
     return Group(table, *lines, Text(f"time left: {_time_left(status)}"))
 
 

@@ -93,14 +93,13 @@ class Tasks:
 
 def run_claim(ledger: Ledger, claim: Claim, say: Say = print) -> Curve | None:
     """Train one claimed trial and record it; None when it was interrupted."""
-    began = time.monotonic()
     try:
         with Pulse(ledger, claim) as pulse:
             outcome = train(claim.planned, claim.folder, pulse.started)
         if outcome.curve is None:
             _give_back(ledger, claim)
             return None
-        _record(ledger, claim, outcome.curve, time.monotonic() - began)
+        _record(ledger, claim, outcome.curve)
         say(_line(claim, outcome.curve))
         return outcome.curve
     except StorageError:
@@ -112,10 +111,10 @@ def run_claim(ledger: Ledger, claim: Claim, say: Say = print) -> Curve | None:
         claim.drop()
 
 
-def _record(ledger: Ledger, claim: Claim, curve: Curve, wall: float) -> None:
+def _record(ledger: Ledger, claim: Claim, curve: Curve) -> None:
     """End the trial in the storage, then drop its checkpoints, in this order."""
     storage = ledger.storage
-    storage.patiently(lambda: ledger.finish(claim, curve, wall), PATIENCE_SECONDS)
+    storage.patiently(lambda: ledger.finish(claim, curve), PATIENCE_SECONDS)
     forget(claim.folder)
 
 

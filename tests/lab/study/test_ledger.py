@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import optuna
@@ -14,7 +15,8 @@ from rich.console import Console
 from tests.lab.study.made import curve, one, tiny
 
 from natgrad_lab.errors import UserError
-from natgrad_lab.study.ledger import RANGES, Claim, Ledger, thinned
+from natgrad_lab.study.curves import thinned
+from natgrad_lab.study.ledger import RANGES, Claim, Ledger
 from natgrad_lab.study.points import Planned, make_plan
 from natgrad_lab.study.reading import costs_to, speedups
 from natgrad_lab.study.results import read_results
@@ -22,6 +24,7 @@ from natgrad_lab.study.spec import Budget, Method, Schedule, ScheduleName
 from natgrad_lab.study.status import (
     duration,
     read_status,
+    render,
     seconds_left,
     show_status,
 )
@@ -49,6 +52,11 @@ def take(study: Study) -> Claim:
     return claim
 
 
+def older(claim: Claim, seconds: float) -> Claim:
+    """The claim as if it had been taken so long ago."""
+    return replace(claim, began=claim.began - seconds)
+
+
 def states(ledger: Ledger) -> list[TrialState]:
     return [each.state for each in ledger.trials()]
 
@@ -60,8 +68,8 @@ def test_every_trial_is_taken_once_and_ends_once(study: Study) -> None:
     assert ledger.claim(plan, folder) is None
     assert ledger.remaining(plan) == 6
     for claim in claims:
-        assert ledger.finish(claim, curve([2.0, 1.0]), wall=3.0)
-        assert not ledger.finish(claim, curve([9.0]), wall=3.0)
+        assert ledger.finish(claim, curve([2.0, 1.0]))
+        assert not ledger.finish(claim, curve([9.0]))
         claim.drop()
     assert ledger.remaining(plan) == 0
     assert states(ledger) == [TrialState.COMPLETE] * 6
@@ -97,8 +105,8 @@ def test_another_machine_s_trial_is_taken_when_its_heart_stops(
     stolen = Ledger(impatient).claim(plan, elsewhere)
     assert stolen is not None
     assert stolen.trial_id == first.trial_id
-    assert ledger.finish(stolen, curve([1.0]), wall=1.0)
-    assert not ledger.finish(first, curve([2.0]), wall=1.0)  # it was only slow
+    assert ledger.finish(stolen, curve([1.0]))
+    assert not ledger.finish(first, curve([2.0]))  # it was only slow
     assert len(ledger.trials()) == 6
 
 
@@ -120,7 +128,7 @@ def test_a_trial_that_changes_between_two_looks(
     rdb = ledger.storage.rdb
     before = rdb.get_all_trials(ledger.id, states=(TrialState.RUNNING,))
     if end:
-        ledger.finish(mine, curve([1.0]), wall=1.0)
+        ledger.finish(mine, curve([1.0]))
     else:
         ledger.release(mine)
     mine.drop()
@@ -146,7 +154,7 @@ def test_an_interrupted_trial_goes_back(study: Study) -> None:
 def test_a_diverged_trial_is_a_failure_not_an_error(study: Study) -> None:
     ledger, _, _ = study
     claim = take(study)
-    assert ledger.finish(claim, curve([2.0], ending="diverged"), wall=1.0)
+    assert ledger.finish(claim, curve([2.0], ending="diverged"))
     ended = [each for each in ledger.trials() if each.state.is_finished()]
     assert [each.state for each in ended] == [TrialState.FAIL]
     assert ended[0].user_attrs["ending"] == "diverged"
@@ -155,7 +163,7 @@ def test_a_diverged_trial_is_a_failure_not_an_error(study: Study) -> None:
 def test_new_grid_points_keep_what_is_done(study: Study) -> None:
     ledger, _plan, _folder = study
     claim = take(study)
-    ledger.finish(claim, curve([2.0, 1.0]), wall=1.0)
+    ledger.finish(claim, curve([2.0, 1.0]))
     larger = tiny(batches=(64, 128, 256))
     new = make_plan(larger)
     again = Ledger.plan(ledger.storage, larger, new)
@@ -236,7 +244,7 @@ def test_status_counts_and_guesses_the_time_left(study: Study) -> None:
     ledger, _plan, _ = study
     assert read_status(ledger).left is None
     done = take(study)
-    ledger.finish(done, curve([2.0, 1.0]), wall=10.0)
+    ledger.finish(older(done, 1000.0), curve([2.0, 1.0]))
     running = take(study)
     ledger.progress(running, 3, 4, {1: 50.0})
     status = read_status(ledger)
@@ -244,9 +252,45 @@ def test_status_counts_and_guesses_the_time_left(study: Study) -> None:
     assert status.running[0].step == 3
     assert status.running[0].worker.endswith(f":{os.getpid()}")
     assert sum(row.waiting for row in status.rows) == 4
-    # the one at work has a quarter left, four wait, each taken for 10 s; one worker
-    assert seconds_left(ledger.trials()) == pytest.approx(2.5 + 40.0)
+    # the one at work has a quarter left, four wait, each taken for 1,000 s; one worker
+    assert seconds_left(ledger.trials(), 1) == pytest.approx(250 + 4000, rel=0.1)
     assert max(row.best or 0 for row in status.rows) == 90.0
+
+
+def test_the_dead_are_not_at_work(study: Study) -> None:
+    ledger, _plan, _ = study
+    done, dead, _alive = (take(study) for _ in range(3))
+    ledger.finish(older(done, 1000.0), curve([2.0, 1.0]))
+    ledger.progress(dead, 1, 2, {})
+    with ledger.storage.rdb.engine.begin() as connection:
+        old = "update trial_heartbeats set heartbeat = datetime('now', '-1 day')"
+        connection.exec_driver_sql(f"{old} where trial_id = {dead.trial_id}")
+    status = read_status(ledger)
+    assert (len(status.running), status.lost) == (1, 1)
+    assert sum(row.running for row in status.rows) == 1
+    assert sum(row.waiting for row in status.rows) == 4
+    # half of the dead one's, one that runs and three that wait: by the one at work
+    assert status.left == pytest.approx(4500, rel=0.1)
+    shown = Console(width=100, record=True, file=StringIO())
+    shown.print(render(status))
+    assert "worker is gone, to be taken up again: 1" in shown.export_text()
+
+
+def test_a_trial_s_wall_time_is_that_of_all_its_attempts(study: Study) -> None:
+    ledger, _plan, _ = study
+    first = older(take(study), 1000.0)
+    ledger.progress(first, 1, 2, {})  # the last that is heard of it
+    first.drop()
+    second = older(take(study), 200.0)
+    ledger.release(second)
+    second.drop()
+    third = older(take(study), 30.0)
+    assert third.attempt == 3
+    assert third.planned.key == first.planned.key
+    assert seconds_left(ledger.trials(), 1) is None
+    ledger.finish(third, curve([2.0, 1.0]))
+    row = next(x for x in ledger.trials() if x.state == TrialState.COMPLETE)
+    assert row.user_attrs["wall"] == pytest.approx(1230, rel=0.02)
 
 
 def test_the_live_table_ends_with_the_study(
@@ -256,7 +300,7 @@ def test_the_live_table_ends_with_the_study(
     claims = [take(study) for _ in plan]
 
     def one_more(seconds: float) -> None:
-        ledger.finish(claims.pop(), curve([2.0, 1.0]), wall=seconds)
+        ledger.finish(older(claims.pop(), 1000 * seconds), curve([2.0, 1.0]))
 
     monkeypatch.setattr("natgrad_lab.study.status.time.sleep", one_more)
     forced = partial(Console, force_terminal=True, width=100)
@@ -266,7 +310,7 @@ def test_the_live_table_ends_with_the_study(
     printed = capsys.readouterr().out
     assert "1 of 6 trials" in printed
     assert "6 of 6 trials" in printed
-    assert "7 s (with 5 at work)" in printed
+    assert "117 min (with 5 at work)" in printed
 
 
 def test_durations_are_said_as_people_do() -> None:
@@ -299,7 +343,7 @@ def test_a_trial_of_both_schedules_is_read_as_both(
     study = ledger, plan, tmp_path
     for _ in plan:
         claim = take(study)
-        ledger.finish(claim, curve([2.0, 1.0]), wall=1.0)
+        ledger.finish(claim, curve([2.0, 1.0]))
         claim.drop()
     results = read_results(ledger)
     assert len(results.single) == 9

@@ -32,6 +32,7 @@ def server(running: Server) -> str:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.timeout(900)
 def test_two_workers_one_killed_and_the_numbers_are_sqlite_s(
     server: str, trained: tuple[Ledger, Path], tmp_path: Path
 ) -> None:

@@ -163,6 +163,15 @@ def test_a_batch_larger_than_the_data_is_said() -> None:
         make_plan(tiny(batches=(64, 2048)))
 
 
+def test_missing_data_are_named_as_a_study_s_file_does(tmp_path: Path) -> None:
+    settings = {"data": {"root": str(tmp_path)}}
+    with pytest.raises(UserError, match=r"`settings\.data\.root` in the") as caught:
+        make_plan(tiny(recipe="cifar10-sgd-128", settings=settings))
+    assert "NATGRAD_DATA" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert "--data" not in str(caught.value)
+
+
 def test_a_specification_survives_its_storage() -> None:
     made = tiny(schedule=Schedule(kinds=("scaled", "fixed")), micro_batch=32)
     assert build(StudySpec, spec_to_plain(made), "") == made

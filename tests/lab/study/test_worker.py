@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def test_an_interrupted_trial_goes_on_from_its_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.timeout(900)
 def test_workers_may_be_killed_at_any_moment(
     trained: tuple[Ledger, Path], tmp_path: Path
 ) -> None:
@@ -286,6 +288,28 @@ def test_a_study_from_the_command_line(
     monkeypatch.setattr("natgrad_lab.study.report.charts", lambda results: [])
     assert main(["study", "report", str(file), "--out", "there"]) == 0
     assert "there/index.html" in capsys.readouterr().out
+    shutil.copytree("runs/studies/quick", "away")
+    assert main(["study", "report", str(file), "--folder", "away"]) == 0
+    assert "away/report/index.html" in capsys.readouterr().out
+
+
+def test_those_who_look_find_a_study_where_run_keeps_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan_in(tmp_path / "elsewhere", batches=(64,), methods=SGD)
+    file = tmp_path / "tiny.toml"
+    file.write_text('name = "tiny"\n')
+    address = f"sqlite:///{tmp_path}/elsewhere/study.db"
+    for options in (["--folder", "elsewhere"], ["--storage", address]):
+        assert main(["study", "status", str(file), *options]) == 0
+        assert "0 of 1 trials" in capsys.readouterr().out
+        assert main(["study", "report", str(file), *options]) == 2
+        assert "nothing to report" in capsys.readouterr().err
+    assert main(["study", "status", str(file)]) == 2
+    assert "There is no storage" in capsys.readouterr().err
+    assert main(["study", "status", address, "--storage", address]) == 2
+    assert "not both" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
