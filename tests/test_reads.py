@@ -56,7 +56,8 @@ def deep(layers: int) -> nn.Sequential:
 def kfac(**options: Any) -> Make:
     def make(model: nn.Module) -> Optimizer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        KFAC(model, optimizer, **({"norm": "unit", "refresh": Every()} | options))
+        chosen: dict[str, Any] = {"norm": "unit", "refresh": Every()}
+        KFAC(model, optimizer, **(chosen | options))
         return optimizer
 
     return make

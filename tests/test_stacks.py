@@ -135,7 +135,8 @@ def test_every_rule_does_equal_shapes_together(
     monkeypatch.setattr(preconditioner, name, count)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with KFAC(model, optimizer, **({"norm": "skip"} | FORMS[form])):
+    options: dict[str, Any] = {"norm": "skip"}
+    with KFAC(model, optimizer, **(options | FORMS[form])):
         backward(model, 0)
         optimizer.step()
     assert sorted(seen) == MEMBERS[form]

@@ -57,8 +57,9 @@ class _Stance:
 
 
 _STANCE = _Stance()
-_WATCHED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Hooks]]"
-_WATCHED = weakref.WeakKeyDictionary()
+_WATCHED: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[Hooks]"] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def require_unwatched(blocks: Sequence[Block]) -> None:

@@ -11,18 +11,23 @@ from torch.optim import Optimizer
 from natgrad import config
 from natgrad.auto import Profile
 from natgrad.comm import CommOptions
-from natgrad.config import Curvature, require_choice, require_number, style_for
+from natgrad.config import (
+    Curvature,
+    require_choice,
+    require_number,
+    style_for,
+    trust_for,
+)
 from natgrad.engine import Engine
 from natgrad.layers import Block
 from natgrad.math import foreach
-from natgrad.math.precondition import rescale_factor
 from natgrad.math.statistics import widen
 from natgrad.optimizer_state import require_momentum, travel_with
 from natgrad.parameter_state import only_initialises
 from natgrad.plan import Strategy
 from natgrad.refresh import Adaptive, Refresh
 from natgrad.registration import require_known
-from natgrad.trust import kl_trust, layer_trust
+from natgrad.trust import kl_trust, layer_trust, rescale
 from natgrad.users import Inspectable
 from natgrad.wrapping import unwrap
 
@@ -56,7 +61,7 @@ class SPNGD(Inspectable, Optimizer):
             learning rate means 1 - m of what it means for ``"update"``).
         param_groups: groups made of ``named_parameters``, for options of their own; all
             parameters of the model in one group by default.
-        trust: as for `KFAC`, but ``"none"`` unless told.
+        trust: as for `KFAC`. None: ``"none"``.
         damping_style: as for `KFAC`. None: ``"factored"``, but ``"eigen"`` for
             ``scale="corrected"``.
 
@@ -82,7 +87,7 @@ class SPNGD(Inspectable, Optimizer):
         whitening: config.Whitening = "half",
         basis: config.Basis = "exact",
         moments: config.MovedMoments = "move",
-        trust: config.Trust = "none",
+        trust: config.Trust | None = None,
         kl_clip: float | None = 1e-3,
         rest: config.Rest = "plain",
         beta2: float = 0.95,
@@ -115,7 +120,7 @@ class SPNGD(Inspectable, Optimizer):
             whitening=whitening,
             basis=basis,
             moments=moments,
-            trust=trust,
+            trust=trust_for(trust, scale, "none"),
             kl_clip=kl_clip,
             rest=rest,
             beta2=beta2,
@@ -297,18 +302,9 @@ class SPNGD(Inspectable, Optimizer):
 
     def _rescale(self, blocks: list[Block]) -> None:
         """eq. 24; the rescaling is part of the last change of w, if that is kept."""
-        weights: list[Tensor] = [b.parameters[0].detach() for b in blocks]
-        if not weights:
-            return
-        before = [w.clone() for w in weights] if self.average == "update" else []
-        factors = [
-            rescale_factor(norm, b.spec.stack * b.spec.rows)
-            for b, norm in zip(blocks, foreach.norms(weights), strict=True)
-        ]
-        foreach.multiply_(weights, factors)
-        if before:
-            velocity = [self._velocity(b.parameters[0]) for b in blocks]
-            foreach.add_(velocity, foreach.subtract(weights, before))
+        changes = rescale(blocks)
+        if changes and self.average == "update":
+            foreach.add_([self._velocity(b.parameters[0]) for b in blocks], changes)
 
     def _before(self, mine: list[Block]) -> dict[int, Tensor] | None:
         """The weights that this rank will change, if only changes are to be shared."""

@@ -1,4 +1,4 @@
-"""How long a step is: the KL clip of all layers, or the norm of each layer's weight."""
+"""How long a step is, and a weight: the KL clip, each layer's norm, rescaling."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from natgrad.engine import Engine
 from natgrad.layers import Block
 from natgrad.math import foreach
-from natgrad.math.precondition import kl_scale
+from natgrad.math.precondition import kl_scale, rescale_factor
 from natgrad.math.rules import trust_ratio
 
 
@@ -64,3 +64,17 @@ def kl_trust(
     ]
     total = engine.comm.agree(sum(products, start=engine.like.new_zeros(1)))[0]
     return kl_scale(total, config.kl_clip, lr)
+
+
+def rescale(blocks: Sequence[Block]) -> list[Tensor]:
+    """Bring weights to norm sqrt(2 d_out) (SP-NGD, eq. 24); returns their changes."""
+    weights: list[Tensor] = [b.parameters[0].detach() for b in blocks]
+    if not weights:
+        return []
+    before = [w.clone() for w in weights]
+    factors = [
+        rescale_factor(norm, b.spec.stack * b.spec.rows)
+        for b, norm in zip(blocks, foreach.norms(weights), strict=True)
+    ]
+    foreach.multiply_(weights, factors)
+    return foreach.subtract(weights, before)

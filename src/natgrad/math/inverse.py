@@ -7,6 +7,7 @@ all statistics at once and checked with one synchronisation.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -101,7 +102,8 @@ def _exact(matrices: Sequence[Tensor]) -> list[Inverse | InverseError]:
     fine: Iterator[bool] = iter(torch.stack(checks).tolist() if checks else ())
     results: list[Inverse | InverseError] = []
     for matrix, found in zip(matrices, first, strict=True):
-        result = found if found and next(fine) else _climb(_eigh, matrix, 0.0)
+        good = bool(found) and next(fine)
+        result = found if good else _climb(_eigh, matrix, 0.0, tried=1)
         if not isinstance(result, InverseError):
             result = result[0], result[1].clamp_min(0.0)
         results.append(result)
@@ -241,10 +243,13 @@ def _eigh(matrix: Tensor, damping: Tensor | None) -> Inverse:
 
 
 def _climb(
-    attempt: Callable[[Tensor, Tensor], Result], matrix: Tensor, damping: float
+    attempt: Callable[[Tensor, Tensor], Result],
+    matrix: Tensor,
+    damping: float,
+    tried: int = 0,
 ) -> Result | InverseError:
-    """Try ``attempt`` on each rung of the ladder."""
-    for rung, shift in _rungs(matrix, damping):
+    """Try ``attempt`` on each rung of the ladder that was not ``tried`` yet."""
+    for rung, shift in islice(_rungs(matrix, damping), tried, None):
         try:
             result = attempt(rung, rung.new_full((len(rung),), shift))
         except torch.linalg.LinAlgError:
