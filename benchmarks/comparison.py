@@ -5,7 +5,8 @@
 
 Each run is a ``natgrad train`` of its own, one thread, two at a time. A run that is
 done is not trained again and one that was interrupted is resumed, so the script can be
-stopped at any moment. Tables go to ``benchmarks/results``.
+stopped at any moment. Tables go to ``benchmarks/results``, with the command of each row
+below them.
 
 - ``methods``: Fashion-MNIST and CIFAR-10 with a ResNet-8 at batches 128 and 2,048,
   every method with the settings of its recipe, which nobody has tuned.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -44,6 +46,7 @@ SCHEDULES = {
     ("fashion", 2048): (1.0, 4, 70.0),
 }
 SEEDS = (0, 1, 2)
+ENVIRONMENT = {**KEEP_MEMORY, "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,11 @@ class Job:
     row: str
     name: str
     command: tuple[str, ...]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What follows ``natgrad train`` when it is trained from the start."""
+        return (*self.command, "--threads", "1")
 
 
 def method_jobs() -> Iterator[Job]:
@@ -140,10 +148,10 @@ def run(job: Job, folder: Path) -> None:
     if out.is_dir() and summarise(out).ending != "unfinished":
         return
     resume = ("--resume", str(out))
-    fresh = (*job.command, "--threads", "1", "--out", str(out))
+    fresh = (*job.words, "--out", str(out))
     command = [sys.executable, "-m", "natgrad_lab", "train"]
     command += resume if out.is_dir() else fresh
-    environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ENVIRONMENT}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     # A run that diverged or broke down is a result; the others go on.
     if done.returncode not in (0, 3):
@@ -168,6 +176,7 @@ def method_table(jobs: Sequence[Job], folder: Path) -> Iterator[str]:
             ending = "" if one.ending == "done" else f" ({one.ending})"
             yield f"| {_cpu_milliseconds(one):.0f} | {share} "
             yield f"| {100 * one.waiting:.1f}%{ending} |\n"
+        yield from commands(mine)
 
 
 def paper_table(jobs: Sequence[Job], folder: Path) -> Iterator[str]:
@@ -188,6 +197,18 @@ def paper_table(jobs: Sequence[Job], folder: Path) -> Iterator[str]:
             mean = statistics.mean(_cpu_milliseconds(one) for one in runs)
             yield f"| {row} | {statistics.mean(best):.2f} ({min(best):.2f} to "
             yield f"{max(best):.2f}) | {took} | {mean:.0f} | {share} |\n"
+        yield from commands([job for job in jobs if job.group == group])
+
+
+def commands(jobs: Sequence[Job]) -> Iterator[str]:
+    """A command for each row of one table; with several seeds, the first one's."""
+    yield "\n```console\n"
+    for row in dict.fromkeys(job.row for job in jobs):
+        first, *others = [job for job in jobs if job.row == row]
+        seeds = ", ".join(job.command[-1] for job in others)
+        note = f"  # and --seed {seeds}" if others else ""
+        yield f"{shlex.join(['natgrad', 'train', *first.words])}{note}\n"
+    yield "```\n"
 
 
 def _reached(one: Summary) -> str:
@@ -235,6 +256,7 @@ def main() -> None:
     notes = [
         "One thread a run; seconds are the processor's and of training only;",
         "`waiting` is the share of the time that a step waits for the loader.",
+        f"Environment: {' '.join(f'{k}={v}' for k, v in ENVIRONMENT.items())}",
     ]
     if methods:
         notes.append("One seed, the recipes' settings, which nobody has tuned.")

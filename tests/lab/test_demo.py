@@ -1,5 +1,6 @@
 """`natgrad demo` from start to end, shortened."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,5 +18,6 @@ def test_the_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert name in printed
         assert (out / name / "metrics.jsonl").is_file()
     assert "steps to 97 %" in printed
+    assert re.search(r"training seconds: \d+\.\d \(digits-sgd \d+\.\d, ", printed)
     assert str(out) in printed.replace("\n", "")
     assert (out / "compare.png").is_file()

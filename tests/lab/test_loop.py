@@ -14,7 +14,9 @@ import pytest
 import torch
 from tests.world import run_world
 
+from natgrad_lab.cli import main
 from natgrad_lab.errors import UserError
+from natgrad_lab.recipes import find
 from natgrad_lab.train import run as runs
 from natgrad_lab.train.command import start as create_together
 from natgrad_lab.train.config import (
@@ -33,6 +35,7 @@ from natgrad_lab.train.processes import World
 SGD = OptimizerConfig(lr=0.05)
 KFAC = OptimizerConfig(kfac=True, lr=0.05)
 SPNGD = OptimizerConfig(name="spngd", lr=0.02)
+VIT = ModelConfig(name="vit", width=16)
 
 
 def config(**settings: Any) -> TrainConfig:
@@ -189,6 +192,34 @@ def test_text_of_a_folder_is_trained_on_and_named(tmp_path: Path) -> None:
     assert trainer.model.get_parameter("tokens.weight").shape[0] < 30
     trainer.train()
     assert runs.data_note(runs.load(tmp_path / "run")) == "text of poems (2 files)"
+
+
+@pytest.mark.parametrize("method", ["adamw", "kfac"])
+def test_a_vision_transformer_trains(method: str, tmp_path: Path) -> None:
+    recipe = find(f"digits-vit-{method}").config
+    small = replace(recipe, steps=30, log_every=10, threads=1, model=VIT)
+    small = replace(small, optimizer=replace(recipe.optimizer, lr=5e-3))
+    trainer = start(tmp_path, replace(small, schedule=ScheduleConfig()))
+    curved = trainer.method.curved
+    if curved is not None:
+        blocks = {block.name for block in curved.engine.blocks}
+        assert {"patches", "positions.table", "blocks.0.attention.qkv"} <= blocks
+    assert trainer.train().reason == "done"
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    losses = [each["loss"] for each in records if each["kind"] == "train"]
+    assert losses[-1] < 0.95 * losses[0]
+
+
+def test_kfac_works_on_adamw_by_the_command_line(tmp_path: Path) -> None:
+    asked = ["--optimizer.name", "adamw", "--optimizer.lr", "3e-3", "--steps", "8"]
+    asked += ["--model.width", "4", "--threads", "1", "--log-every", "4"]
+    out = ["--out", str(tmp_path / "run")]
+    assert main(["train", "digits-kfac", *asked, *out]) == 0
+    assert runs.load(tmp_path / "run").config.optimizer.label == "kfac+adamw"
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    trains = [each for each in records if each["kind"] == "train"]
+    assert trains[-1]["loss"] < trains[0]["loss"]
+    assert trains[-1]["refreshed"] > 0
 
 
 def test_a_model_without_that_setting_is_named(tmp_path: Path) -> None:

@@ -56,21 +56,68 @@ def test_depth_counts_convolutions_and_the_last_layer(depth):
     assert len(layers) == depth
 
 
-def test_resnet50_has_torchvisions_names_and_shapes():
-    state = models.build("resnet50", device="meta").state_dict()
-    expected = {
-        "conv1.weight": (64, 3, 7, 7),
-        "bn1.running_var": (64,),
-        "layer1.0.conv1.weight": (64, 64, 1, 1),
-        "layer1.0.downsample.0.weight": (256, 64, 1, 1),
-        "layer1.0.downsample.1.num_batches_tracked": (),
-        "layer2.0.conv2.weight": (128, 128, 3, 3),
-        "layer4.2.bn3.bias": (2048,),
-        "fc.weight": (1000, 2048),
-    }
-    assert {k: tuple(state[k].shape) for k in expected} == expected
-    assert len(state) == 320
-    assert not [k for k in state if k.startswith("layer1.1.downsample")]
+Shapes = dict[str, tuple[int, ...]]
+# blocks a stage and convolutions a block, as torchvision.models.resnet has them
+TORCHVISION = {
+    "resnet18": ((2, 2, 2, 2), 2),
+    "resnet34": ((3, 4, 6, 3), 2),
+    "resnet50": ((3, 4, 6, 3), 3),
+    "resnet101": ((3, 4, 23, 3), 3),
+    "resnet152": ((3, 8, 36, 3), 3),
+}
+
+
+def norm_names(prefix: str, channels: int) -> Shapes:
+    parts = ("weight", "bias", "running_mean", "running_var")
+    named = {f"{prefix}.{part}": (channels,) for part in parts}
+    return {**named, f"{prefix}.num_batches_tracked": ()}
+
+
+def block_names(prefix: str, inputs: int, width: int, convolutions: int) -> Shapes:
+    """layerS.B of a ResNet: 3x3 and 3x3, or 1x1, 3x3 and 1x1 to four times as many."""
+    outputs = width if convolutions == 2 else 4 * width
+    sizes = {2: (3, 3), 3: (1, 3, 1)}[convolutions]
+    channels = [inputs, *[width] * (convolutions - 1), outputs]
+    found: Shapes = {}
+    for i, size in enumerate(sizes):
+        weight = (channels[i + 1], channels[i], size, size)
+        found[f"{prefix}.conv{i + 1}.weight"] = weight
+        found |= norm_names(f"{prefix}.bn{i + 1}", channels[i + 1])
+    first = prefix.endswith(".0")
+    # the first stage of the basic blocks keeps its shape: no projection
+    if first and not (prefix == "layer1.0" and convolutions == 2):
+        found[f"{prefix}.downsample.0.weight"] = (outputs, inputs, 1, 1)
+        found |= norm_names(f"{prefix}.downsample.1", outputs)
+    return found
+
+
+def torchvision_names(blocks: tuple[int, ...], convolutions: int) -> Shapes:
+    """Every name and shape in the state dict of a torchvision ResNet."""
+    found: Shapes = {"conv1.weight": (64, 3, 7, 7), **norm_names("bn1", 64)}
+    inputs = 64
+    for stage, count in enumerate(blocks, 1):
+        width = 64 * 2 ** (stage - 1)
+        for block in range(count):
+            name = f"layer{stage}.{block}"
+            found |= block_names(name, inputs, width, convolutions)
+            inputs = width if convolutions == 2 else 4 * width
+    return found | {"fc.weight": (1000, inputs), "fc.bias": (1000,)}
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_imagenet_resnets_have_torchvisions_names_and_shapes(name):
+    state = models.build(name, device="meta").state_dict()
+    found = {key: tuple(value.shape) for key, value in state.items()}
+    assert found == torchvision_names(*TORCHVISION[name])
+
+
+def test_the_rule_of_names_gives_torchvisions_published_counts():
+    # entries of torchvision's state dicts, and their parameters
+    for name, entries in (("resnet18", 122), ("resnet50", 320)):
+        shapes = torchvision_names(*TORCHVISION[name])
+        assert len(shapes) == entries
+        kept = [k for k in shapes if k.rsplit(".", 1)[-1] in ("weight", "bias")]
+        assert sum(math.prod(shapes[k]) for k in kept) == IMAGENET_PARAMETERS[name]
 
 
 def test_a_bottlenecks_stride_is_in_its_3x3_convolution():

@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks import comparison
 
 from natgrad_lab.cli import main
 from natgrad_lab.recipes import FILES, RECIPES, digits, find
+from natgrad_lab.train.command import parse
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -66,6 +68,31 @@ def test_digits_say_what_the_table_says(name: str) -> None:
     recipe = find(name)
     epochs = f"{recipe.config.epochs:g}"
     assert recipe.measured == f"{accuracy} % in {epochs} epochs (3 seeds)"
+
+
+@pytest.mark.parametrize("what", ["methods", "papers"])
+def test_the_tables_carry_the_commands_that_made_them(what: str) -> None:
+    jobs = list(getattr(comparison, f"{what[:-1]}_jobs")())
+    text = (RESULTS / f"comparison_{what}.md").read_text()
+    for group, part in zip(
+        dict.fromkeys(job.group for job in jobs), text.split("\n### ")[1:], strict=True
+    ):
+        mine = [job for job in jobs if job.group == group]
+        assert part.startswith(f"{group}\n")
+        assert part.endswith("".join(comparison.commands(mine)))
+    for job in jobs:  # each is a command that natgrad takes
+        config = parse(job.command[0], [*job.command[1:], "--threads", "1"])
+        assert config.threads == 1
+
+
+def test_a_row_of_several_seeds_has_one_command() -> None:
+    jobs = [j for j in comparison.paper_jobs() if j.row == "sampled"]
+    assert "".join(comparison.commands(jobs)).splitlines()[1:] == [
+        "```console",
+        "natgrad train digits-spngd --curvature.fisher sampled --seed 0 --threads 1"
+        "  # and --seed 1, 2",
+        "```",
+    ]
 
 
 def test_what_was_not_run_says_so() -> None:

@@ -13,6 +13,7 @@ from natgrad_lab.recipes import (
     pauloski2020_cifar10,
     pauloski2020_imagenet,
     text,
+    vit,
 )
 from natgrad_lab.recipes.recipe import Recipe
 
@@ -21,6 +22,7 @@ FILES = (
     fashion,
     cifar10,
     text,
+    vit,
     osawa2019,
     osawa2020,
     ma2019,

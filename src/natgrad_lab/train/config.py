@@ -32,7 +32,7 @@ class ModelConfig:
     width: int | None = None
     """Width of the CIFAR ResNets, vit and gpt. None: the model's own."""
     channels_last: bool | None = None
-    """Memory layout of images. None: channels_last where it is faster."""
+    """Memory layout of images. None: channels_last for ResNets."""
 
     def __post_init__(self) -> None:
         width = self.width

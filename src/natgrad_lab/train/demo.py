@@ -13,7 +13,7 @@ import tyro
 from natgrad_lab.errors import UserError
 from natgrad_lab.recipes import find
 from natgrad_lab.report.curves import draw
-from natgrad_lab.report.summary import summarise
+from natgrad_lab.report.summary import Summary, summarise
 from natgrad_lab.report.table import run_table, show
 from natgrad_lab.train import run as runs
 from natgrad_lab.train.loop import Trainer
@@ -44,9 +44,17 @@ def main(arguments: Sequence[str]) -> int:
     names = [each.name for each in finished]
     summaries = [summarise(each) for each in finished]
     show(run_table(summaries, names))
+    print(training_seconds(summaries))
     print(f"runs and their records: {folder}")
     print(f"figure: {draw(summaries, folder / 'compare.png', names)}")
     return 0 if len(finished) == len(RECIPES) + 1 else 130
+
+
+def training_seconds(summaries: Sequence[Summary]) -> str:
+    """By the wall clock, in all and of each run; starting and testing not counted."""
+    each = ", ".join(f"{one.name} {one.seconds:.1f}" for one in summaries)
+    total = sum(one.seconds for one in summaries)
+    return f"training seconds: {total:.1f} ({each})"
 
 
 def _here(name: str, folder: Path, epochs: float | None) -> Path | None:
