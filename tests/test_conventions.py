@@ -64,10 +64,22 @@ def test_importing_the_library_imports_no_extras() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    loaded = {*done.stdout.split()}
+    packages = {name.partition(".")[0] for name in loaded}
     extras = {"natgrad_lab", "matplotlib", "sklearn", "scipy", "PIL", "rich", "tyro"}
-    assert "natgrad" in loaded
-    assert not loaded & extras
+    assert "natgrad" in packages
+    assert not packages & extras
+    # nor what few runs need and takes its time to import
+    seldom = {f"natgrad.plan.{name}" for name in ("choice", "predict", "profile")}
+    assert not loaded & (seldom | {"statistics"})
+
+
+def test_what_is_loaded_later_is_there_all_the_same() -> None:
+    for name in natgrad.plan.__all__:
+        assert getattr(natgrad.plan, name) is not None
+        assert name in dir(natgrad.plan)
+    with pytest.raises(AttributeError, match=r"natgrad\.plan.*no attribute 'gone'"):
+        _ = natgrad.plan.gone  # pyright: ignore
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

@@ -7,7 +7,12 @@ built-in numbers that are nobody's machine, which it says.
 
 What a forward and a backward take is not known when it chooses: strategies within 5% of
 each other in the seconds that they add to those are one to it.
+
+What compares and predicts is imported when it is asked for, which is seldom: every
+optimizer's import has this module in it.
 """
+
+from __future__ import annotations
 
 import os
 import sys
@@ -15,18 +20,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from torch import nn
 
 from natgrad.comm import rank_of, tell, world_of
 from natgrad.config import Curvature
-from natgrad.plan.choice import Choice, choose_strategy
 from natgrad.plan.plan import Plan
-from natgrad.plan.profile import Curve, HardwareProfile, Link
-from natgrad.plan.profile_file import find_calibrated, load_profile
 from natgrad.refresh import Refresh, Timing
+
+if TYPE_CHECKING:
+    from natgrad.plan.choice import Choice
+    from natgrad.plan.profile import HardwareProfile
 
 AUTO = "auto"
 HORIZON = 10_000
@@ -34,7 +40,8 @@ HORIZON = 10_000
 ADAPTIVE_INTERVAL = 10
 """What a policy that decides as it goes is taken for: SP-NGD, Table 2, 5% to 24%."""
 
-Profile = HardwareProfile | str | Path
+# not with |, which takes no name of what is yet to be imported
+Profile = Union["HardwareProfile", str, Path]
 
 
 def decided_by_first(make: Callable[[], Choice], group: Any) -> Choice:
@@ -62,6 +69,9 @@ def find_machine(
     profile: Profile | None, device: torch.device, world: int
 ) -> tuple[HardwareProfile, str]:
     """The profile to use, and where it is from."""
+    from natgrad.plan.profile import HardwareProfile
+    from natgrad.plan.profile_file import find_calibrated, load_profile
+
     if isinstance(profile, HardwareProfile):
         return profile, f"{profile.name!r}, as given"
     if profile is not None:
@@ -76,6 +86,8 @@ def find_machine(
 
 def built_in(device: torch.device, world: int) -> HardwareProfile:
     """Rough numbers of a CPU core with gloo, or of a GPU of 2018 with NCCL."""
+    from natgrad.plan.profile import Curve, HardwareProfile, Link
+
     inside = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     if device.type != "cuda":
         return HardwareProfile(name="built-in CPU", ranks_per_node=inside)
@@ -157,6 +169,8 @@ class Automatic:
         return self._given(**{"gradients": self._gradients, **found, **changes})
 
     def _choose(self) -> Choice:
+        from natgrad.plan.choice import choose_strategy
+
         given = self._given.keywords
         machine, where = find_machine(self._profile, self._device, given["world"])
         statistics, inverses = intervals(self._config.refresh)

@@ -22,7 +22,6 @@ takes.
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -176,6 +175,8 @@ class Account:
         if local.last is not None:
             local.plain.append(max(0.0, now - local.last - refresh - fixed))
         local.last = now
+        from statistics import median  # slow to import, and few runs have a budget
+
         plain = median(local.plain) if local.plain else 0.0
         told = [plain, fixed, refresh]
         for name in self.costs:

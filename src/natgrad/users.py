@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 from natgrad.config import require_count
 from natgrad.diagnostics import Probe
 from natgrad.engine import Engine
-from natgrad.plan import Choice
 from natgrad.report import refresh_summary, registration_table
+
+if TYPE_CHECKING:
+    from natgrad.plan import Choice
 
 
 class Inspectable:
@@ -28,7 +30,7 @@ class Inspectable:
         return self.report()
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> "Choice | None":
         """Of ``strategy="auto"``: what was chosen and why; None of any other."""
         return self.engine.auto.choice if self.engine.auto is not None else None
 

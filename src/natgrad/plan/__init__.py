@@ -1,11 +1,14 @@
-"""Who owns, who works and what moves: pure data, made from shapes alone."""
+"""Who owns, who works and what moves: pure data, made from shapes alone.
 
-from natgrad.plan.choice import Choice, choose_strategy
+What a plan costs on a machine is loaded when it is first named.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from natgrad.plan.cost import CostModel
 from natgrad.plan.exchange import EXCHANGES, Exchange, Item
 from natgrad.plan.plan import Plan, make_plan
-from natgrad.plan.profile import HardwareProfile
-from natgrad.plan.profile_file import load_profile
 from natgrad.plan.spec import BlockSpec, StatisticSpec
 from natgrad.plan.strategies import (
     PLACEMENTS,
@@ -14,6 +17,11 @@ from natgrad.plan.strategies import (
     find_strategy,
     hybrid,
 )
+
+if TYPE_CHECKING:
+    from natgrad.plan.choice import Choice, choose_strategy
+    from natgrad.plan.profile import HardwareProfile
+    from natgrad.plan.profile_file import load_profile
 
 __all__ = [
     "EXCHANGES",
@@ -34,3 +42,19 @@ __all__ = [
     "load_profile",
     "make_plan",
 ]
+_LATER = {
+    "Choice": "choice",
+    "HardwareProfile": "profile",
+    "choose_strategy": "choice",
+    "load_profile": "profile_file",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_LATER]

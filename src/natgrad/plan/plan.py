@@ -14,9 +14,8 @@ from natgrad.plan.cost import CostModel
 from natgrad.plan.describe import describe_plan
 from natgrad.plan.exchange import Exchange, derive_exchanges
 from natgrad.plan.memory import Keeps, memory_of
-from natgrad.plan.profile import HardwareProfile
 from natgrad.plan.spec import FLOAT_BYTES, BlockSpec, StatisticSpec
-from natgrad.plan.split import LINKS, Split, loads_of, split_exchanges, split_large
+from natgrad.plan.split import Split, loads_of, split_exchanges, split_large
 from natgrad.plan.strategies import (
     Ranks,
     Strategy,
@@ -27,6 +26,8 @@ from natgrad.plan.strategies import (
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from natgrad.plan.profile import HardwareProfile
 
 GRADIENTS = ("own", "ddp")
 
@@ -238,7 +239,7 @@ def make_plan(
         blocks, owners, workers, world, gradients=gradients, inverse=inverse
     )
     specs = [spec for block in blocks for spec in block.statistics]
-    splits = split_large(specs, owners, world, costs, split, profile or LINKS)
+    splits = split_large(specs, owners, world, costs, split, profile)
     return Plan(
         world=world,
         blocks=blocks,

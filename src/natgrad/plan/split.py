@@ -26,16 +26,14 @@ from typing import TYPE_CHECKING
 
 from natgrad.plan.cost import CostModel
 from natgrad.plan.exchange import Exchange, Item
-from natgrad.plan.profile import HardwareProfile
 from natgrad.plan.spec import FLOAT_BYTES, StatisticSpec
 from natgrad.plan.strategies import Ranks
 
 if TYPE_CHECKING:
     from natgrad.plan.plan import Plan
+    from natgrad.plan.profile import HardwareProfile
 
 OUT, BACK = SPLIT_EXCHANGES = ("share_factors", "gather_columns")
-LINKS = HardwareProfile(name="the library's constants")
-"""What an exchange costs where no machine is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +126,20 @@ def split_large(
     world: int,
     cost: CostModel,
     most: int,
-    profile: HardwareProfile,
+    profile: HardwareProfile | None,
 ) -> tuple[Split, ...]:
     """Divide each factor larger than a fair share among at most ``most`` ranks.
 
-    Their number is what lets the last of them finish first, the exchanges counted. A
-    factor is left alone if its owner is not the slowest rank, or if no helper pays.
+    Their number is what lets the last of them finish first, the exchanges counted; by
+    the library's constants without a ``profile``. A factor is left alone if its owner
+    is not the slowest rank, or if no helper pays.
     """
+    if most == 1:
+        return ()
+    # not above: every import of natgrad would pay for it, and few plans split
+    from natgrad.plan.profile import HardwareProfile
+
+    profile = profile or HardwareProfile(name="the library's constants")
     # Many helpers for the first factor leave none idle for the next: try every limit.
     trials = [
         _Splitting(specs, owners, world, cost, limit, profile)
