@@ -35,7 +35,6 @@ from natgrad_lab.train.processes import World
 SGD = OptimizerConfig(lr=0.05)
 KFAC = OptimizerConfig(kfac=True, lr=0.05)
 SPNGD = OptimizerConfig(name="spngd", lr=0.02)
-VIT = ModelConfig(name="vit", width=16)
 
 
 def config(**settings: Any) -> TrainConfig:
@@ -197,9 +196,8 @@ def test_text_of_a_folder_is_trained_on_and_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["adamw", "kfac"])
 def test_a_vision_transformer_trains(method: str, tmp_path: Path) -> None:
     recipe = find(f"digits-vit-{method}").config
-    small = replace(recipe, steps=30, log_every=10, threads=1, model=VIT)
-    small = replace(small, optimizer=replace(recipe.optimizer, lr=5e-3))
-    trainer = start(tmp_path, replace(small, schedule=ScheduleConfig()))
+    few = replace(recipe, steps=40, threads=1, checkpoint_every=0.0, evaluate_every=99)
+    trainer = start(tmp_path, replace(few, schedule=ScheduleConfig()))
     curved = trainer.method.curved
     if curved is not None:
         blocks = {block.name for block in curved.engine.blocks}
@@ -207,7 +205,7 @@ def test_a_vision_transformer_trains(method: str, tmp_path: Path) -> None:
     assert trainer.train().reason == "done"
     records = read_metrics(tmp_path / "metrics.jsonl")
     losses = [each["loss"] for each in records if each["kind"] == "train"]
-    assert losses[-1] < 0.95 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_kfac_works_on_adamw_by_the_command_line(tmp_path: Path) -> None:
