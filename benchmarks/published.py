@@ -87,7 +87,7 @@ def choices(workers: Workers) -> None:
         table_v = statistics.median(five) < 0.10 and max(five) < 0.25
         rest = max(e for row, e in six.items() if row != CONTRADICTORY) < 0.15
         good["V"] += table_v
-        good["VI"] += max(six.values()) < 0.1505
+        good["VI"] += max(six.values()) < 0.1501
         good["VI but one"] += rest
         good["V and VI but one"] += table_v and rest
         design = {model for model, _ in rows}, {world for _, world in rows}

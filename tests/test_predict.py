@@ -282,6 +282,10 @@ def test_a_split_is_part_of_the_plan() -> None:
     sent, received = back.volumes()
     assert received[split.ranks[0]] == sum(sent) == back.elements()
     assert plan.digest() != alone.digest()
+    # Other helpers move as much: who they are counts.
+    other = replace(split, ranks=(*split.ranks[:1], *split.ranks[:0:-1]))
+    moved = replace(plan, splits=(other, *plan.splits[1:]))
+    assert moved.digest() != plan.digest()
     assert set(alone.exchanges) == set(EXCHANGES)
     found = plan.to_dict()
     assert found["splits"][0]["ranks"] == list(split.ranks)

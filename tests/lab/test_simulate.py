@@ -293,7 +293,8 @@ def test_table_vi_speedup_of_the_slowest_worker(
     slowest = {row: max(worker_seconds(curve, workers[row])) for row in workers}
     for row, published in SLOWEST_SPEEDUP.items():
         found = slowest[row[0], 16] / slowest[row]
-        assert found == pytest.approx(published, rel=0.1505), row
+        # the worst is at 15.004% of a number printed as 1.26: docs/scaling.md
+        assert found == pytest.approx(published, rel=0.1501), row
 
 
 def test_table_vi_does_not_hang_on_the_three_rows_but_for_one(
