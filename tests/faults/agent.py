@@ -50,6 +50,8 @@ class Agent:
     restarts: int = 30
     timeout: float = 120.0
     starts: int = 0
+    failed_after: list[float] = field(default_factory=list)
+    """Seconds from each start to the first rank that ended badly, if one did."""
     statuses: list[list[int | None]] = field(default_factory=list)
 
     def run(self) -> Outcome:
@@ -99,11 +101,13 @@ class Agent:
 
     def _watch(self, processes: list[Any]) -> list[int | None]:
         """As torchrun does: when one fails the others are told, and then ended."""
-        end, told = time.monotonic() + self.timeout, False
+        began, told = time.monotonic(), False
+        end = began + self.timeout
         while alive := [p for p in processes if p.exitcode is None]:
             connection.wait([p.sentinel for p in alive], timeout=1.0)
             if any(p.exitcode for p in processes) and not told:
                 told, end = True, time.monotonic() + 20.0
+                self.failed_after.append(time.monotonic() - began)
                 for process in alive:
                     process.terminate()
             if time.monotonic() > end:

@@ -394,9 +394,9 @@ def test_a_run_resumed_with_other_options_names_the_checkpoints(
     tmp_path: Path,
 ) -> None:
     train(tmp_path / "run", config(), World(), stop=4)
-    expected = r"No usable.*\n.*step-00000004 does not fit: .*damping_style='factored'"
+    expected = r"No usable.*\n.*step-00000004 does not fit: .*damping_style='eigen'"
     with pytest.raises(UserError, match=expected):
-        resumed(tmp_path / "run", World(), damping_style="eigen")
+        resumed(tmp_path / "run", World(), damping_style="factored")
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
 
 
