@@ -119,13 +119,13 @@ def lower_bound(plan: Plan) -> float:
 
 
 def test_large_worlds_are_quick() -> None:
-    start = time.perf_counter()
+    start = time.process_time()  # whatever else the machine does
     blocks = resnet(RESNET152, "unit")
     for strategy in STRATEGIES:
         plan = make_plan(blocks, world=4096, strategy=strategy)
         plan.check()
         assert plan.to_dict()["world"] == 4096
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 30
 
 
 sizes = st.integers(1, 9)
