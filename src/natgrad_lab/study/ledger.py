@@ -216,32 +216,42 @@ class Ledger:
     ) -> Claim | None:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
-        if not try_flock(handle):  # its worker lives, whatever its heartbeat says
-            os.close(handle)
-            return None
+        claim = None
+        try:
+            if try_flock(handle):  # else its worker lives, whatever its heartbeat says
+                claim = self._mark(row._trial_id, planned, folder, here, handle)
+        finally:
+            if claim is None:  # the storage may have failed: our own lock must not stay
+                os.close(handle)
+        return claim
+
+    def _mark(
+        self, trial_id: int, planned: Planned, folder: Path, here: str, handle: int
+    ) -> Claim | None:
+        """Write down that the trial is ours, unless it has ended."""
+        rdb = self.storage.rdb
         # its worker may have ended it, or put it back, since the rows were read
-        row = self.storage.rdb.get_trial(row._trial_id)
+        row = rdb.get_trial(trial_id)
         if row.state.is_finished():
-            os.close(handle)
             return None
-        attempt = int(row.user_attrs.get("attempts", 0)) + 1
+        known = row.user_attrs
+        attempt = int(known.get("attempts", 0)) + 1
         worker = f"{socket.gethostname()}:{os.getpid()}"
         facts = {"attempts": attempt, "place": here, "worker": worker}
-        rdb = self.storage.rdb
         for name, value in facts.items():
-            rdb.set_trial_user_attr(row._trial_id, name, value)
+            rdb.set_trial_user_attr(trial_id, name, value)
         # before the state: a running trial without heartbeat would be nobody's
-        rdb.record_heartbeat(row._trial_id)
+        rdb.record_heartbeat(trial_id)
         if row.state == TrialState.WAITING:
-            rdb.set_trial_state_values(row._trial_id, state=TrialState.RUNNING)
+            rdb.set_trial_state_values(trial_id, state=TrialState.RUNNING)
         return Claim(
-            trial_id=row._trial_id,
+            trial_id=trial_id,
             planned=planned,
             folder=folder,
             attempt=attempt,
-            starts=tuple(row.user_attrs.get("starts", ())),
+            starts=tuple(known.get("starts", ())),
             handle=handle,
-            spent=row.user_attrs.get("wall", 0.0),
+            spent=known.get("wall", 0.0),
         )
 
     def _show(self, claim: Claim, seen: dict[int, float]) -> None:

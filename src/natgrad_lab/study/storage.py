@@ -148,7 +148,8 @@ class Storage:
         path = self.file
         assert path is not None
         if create:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            with _opening(path.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
         elif not path.is_file():
             raise StorageError(
                 f"There is no storage {path}. Start the study with "
@@ -199,12 +200,22 @@ def _use_utc(connection: Any, _: object) -> None:
 @contextlib.contextmanager
 def lock_file(path: Path, seconds: float) -> Generator[None]:
     """Hold `flock` on a file, waiting up to ``seconds``."""
-    handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+    with _opening(path):
+        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         _wait(lambda: try_flock(handle), str(path), seconds)
         yield
     finally:
         os.close(handle)  # gives the lock back as well
+
+
+@contextlib.contextmanager
+def _opening(path: Path) -> Generator[None]:
+    """A folder or file beside the storage that cannot be made is said like it."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} cannot be made: {error.strerror}.") from error
 
 
 def try_flock(handle: int) -> bool:

@@ -1,11 +1,12 @@
 """One trial: trained in its own folder, from its checkpoint when it has one."""
 
+import contextlib
 import errno
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,12 +60,8 @@ def train(planned: Planned, folder: Path, started: Started) -> Outcome:
         folder: its run folder.
         started: called with the trainer and the step it goes on from.
     """
-    try:
+    with full_disk_said(folder):
         ending = _run(planned, folder, started)
-    except OSError as error:
-        if _disk_is_full(error):
-            raise _no_space(folder) from error
-        raise
     if ending.reason == "interrupted":
         return Outcome(curve=None)
     # "unsaved" is done as well: the last checkpoint failed, but the curve is whole
@@ -89,6 +86,17 @@ def _check(
         f"The records of {planned.point.label} have a hole: a worker was killed while "
         "its disk was full. Run the same command again; this trial starts anew."
     )
+
+
+@contextlib.contextmanager
+def full_disk_said(folder: Path) -> Generator[None]:
+    """A full disk of that folder as an error for people."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_space(folder) from error
+        raise
 
 
 def _no_space(folder: Path) -> UserError:
@@ -153,7 +161,3 @@ def clear(folder: Path) -> None:
     forget(folder)
     for name in ("metrics.jsonl", "config.json", "versions.json"):
         (folder / name).unlink(missing_ok=True)
-
-
-def _disk_is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -17,7 +17,7 @@ from natgrad_lab.study.ledger import Claim, Ledger
 from natgrad_lab.study.points import Planned, make_plan
 from natgrad_lab.study.spec import StudySpec
 from natgrad_lab.study.storage import HEARTBEAT_SECONDS, StorageError
-from natgrad_lab.study.trial import forget, train
+from natgrad_lab.study.trial import forget, full_disk_said, train
 from natgrad_lab.train.loop import Trainer
 from natgrad_lab.train.metrics import read_metrics
 
@@ -80,7 +80,8 @@ class Tasks:
         if spec != self._spec:  # somebody ran the study with a changed file
             self._spec, self._plan = spec, make_plan(spec)
             self._compare()
-        return self._ledger.claim(self._plan, self._folder)
+        with full_disk_said(self._folder):
+            return self._ledger.claim(self._plan, self._folder)
 
     def _compare(self) -> None:
         if self._ledger.keys() != set(self._plan):

@@ -10,6 +10,7 @@ from pathlib import Path
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
+from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
 from tests.lab.study.made import curve, one, tiny
@@ -140,6 +141,21 @@ def test_a_trial_that_changes_between_two_looks(
         return
     assert claim is not None
     assert rdb.get_trial(claim.trial_id).state == TrialState.RUNNING
+
+
+def test_a_storage_that_fails_in_a_claim_leaves_no_lock(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, plan, folder = study
+
+    def fail(*_: object) -> None:
+        raise StorageInternalError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger.storage.rdb, "record_heartbeat", fail)
+        with pytest.raises(StorageError, match="away"):
+            ledger.claim(plan, folder)
+    assert [take(study).planned.key for _ in plan] == list(plan)
 
 
 def test_an_interrupted_trial_goes_back(study: Study) -> None:

@@ -1,17 +1,23 @@
 """The same study on a real PostgreSQL server, started here on loopback."""
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.study_kills import differences, run_study
 from tests.lab.study.made import tiny
 from tests.lab.study.postgres import MissingError, Server, postgres
 
+from natgrad_lab.cli import main
+from natgrad_lab.study import worker as workers
 from natgrad_lab.study.ledger import Ledger
 from natgrad_lab.study.points import make_plan
 from natgrad_lab.study.status import read_status
 from natgrad_lab.study.storage import Storage, StorageError
+from natgrad_lab.study.worker import work
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +91,85 @@ def test_heartbeats_are_compared_in_one_time_zone(
 def test_a_wrong_database_is_said(server: str) -> None:
     with pytest.raises(StorageError, match='database "nothing" does not exist'):
         Storage(server.replace("/postgres", "/nothing"))
+
+
+def test_joining_by_command(
+    server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tiny(name="joined", batches=(256,))
+    Ledger.plan(Storage(server), spec, make_plan(spec))
+    options = ["--name", "joined", "--folder", str(tmp_path)]
+    assert main(["study", "work", server, *options]) == 0
+    assert "3 of 3 ended, 1 diverged" in capsys.readouterr().out
+    assert main(["study", "status", server, *options]) == 0
+    assert "every trial has ended" in capsys.readouterr().out
+
+
+class Outage:
+    """Stops the server when a trial has been trained, before it is recorded.
+
+    Args:
+        running: the server.
+        seconds: how long it stays away; None: until somebody starts it.
+    """
+
+    def __init__(self, running: Server, seconds: float | None) -> None:
+        self._running, self._seconds, self._train = running, seconds, workers.train
+        self.happened = False
+
+    def train(self, *arguments: Any) -> Any:
+        """In the place of `worker.train`."""
+        outcome = self._train(*arguments)
+        if not self.happened:
+            self.happened = True
+            self._running.stop()
+            if self._seconds is not None:
+                threading.Timer(self._seconds, self._running.start).start()
+            time.sleep(0.5)  # heartbeats fail meanwhile
+        return outcome
+
+
+def outage(
+    running: Server, patch: pytest.MonkeyPatch, seconds: float | None
+) -> tuple[Ledger, Outage]:
+    """A study whose server goes away in the middle."""
+    spec = tiny(name=f"outage-{seconds}", batches=(256,))
+    ledger = Ledger.plan(Storage(running.address), spec, make_plan(spec))
+    found = Outage(running, seconds)
+    patch.setattr(workers, "train", found.train)
+    patch.setattr(workers, "HEARTBEAT_SECONDS", 0.1)
+    return ledger, found
+
+
+def test_a_server_that_restarts_is_waited_for(
+    running: Server,
+    trained: tuple[Ledger, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger, away = outage(running, monkeypatch, seconds=2.0)
+    tally = work(ledger, tmp_path, say=lambda line: None)
+    assert away.happened
+    assert (tally.done, tally.diverged) == (2, 1)
+    rows = {x.user_attrs["key"]: x.user_attrs for x in ledger.trials()}
+    assert [each["starts"] for each in rows.values()] == [[0]] * 3
+    calm = {x.user_attrs["key"]: x.user_attrs["curve"] for x in trained[0].trials()}
+    same = {key: calm[key] for key in rows}
+    assert differences(same, {key: x["curve"] for key, x in rows.items()}) == []
+
+
+def test_a_server_that_stays_away_is_said_and_nothing_is_lost(
+    running: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, _away = outage(running, monkeypatch, seconds=None)
+    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 1.0)
+    try:
+        with pytest.raises(StorageError, match=r"cannot be used.*Nothing is lost"):
+            work(ledger, tmp_path, say=lambda line: None)
+    finally:
+        running.start()
+    tally = work(ledger, tmp_path, say=lambda line: None)
+    assert tally.done + tally.diverged == 3
+    rows = [each.user_attrs for each in ledger.trials()]
+    # one was trained, but not recorded: only that was left to do
+    assert sorted(each["starts"] for each in rows) == [[0], [0], [0, 12]]

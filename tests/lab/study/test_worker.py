@@ -1,6 +1,7 @@
 """Whole trials on digits: divergence, interruption, kill -9, full disks."""
 
 import contextlib
+import errno
 import math
 import os
 import shutil
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.study_kills import Kill, differences, run_study, strays
@@ -244,6 +246,55 @@ def test_a_full_disk_is_said_and_nothing_is_lost(
     assert row.user_attrs["starts"][1] > 0
 
 
+@pytest.mark.parametrize("trained_first", [False, True])
+def test_a_storage_on_a_full_disk_is_said_and_nothing_is_lost(
+    tmp_path: Path,
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained_first: bool,
+) -> None:
+    ledger, _ = plan_in(small_disk, batches=(64,), methods=SGD)
+    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 0.3)
+    ballast, real = small_disk / "ballast", workers.train
+
+    def then_fill(*arguments: Any) -> Any:
+        outcome = real(*arguments)
+        take_all_room(ballast)
+        return outcome
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "train", then_fill)
+        if not trained_first:
+            take_all_room(ballast)
+        with pytest.raises(StorageError, match=r"(full|disk I/O).*Nothing is lost"):
+            work(ledger, tmp_path, say=lambda line: None)
+    ballast.unlink()
+    assert work(ledger, tmp_path, say=lambda line: None).done == 1
+    (row,) = ledger.trials()
+    assert row.state == TrialState.COMPLETE
+    assert row.user_attrs["starts"] == ([0, 45] if trained_first else [0])
+    ledger.storage.close()
+
+
+def test_no_room_for_a_trial_s_folder_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, _ = plan_in(tmp_path, batches=(64,), methods=SGD)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Ledger, "_take", full)
+    with pytest.raises(UserError, match="No space left on the disk of"):
+        work(ledger, tmp_path, say=lambda line: None)
+
+
+def test_a_storage_whose_folder_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file/studies cannot be made: Not a dir"):
+        Storage(f"sqlite:///{tmp_path}/file/studies/study.db", create=True)
+
+
 def test_records_with_a_hole_are_no_curve(tmp_path: Path) -> None:
     ledger, plan = plan_in(tmp_path, batches=(64,), methods=SGD)
     claim = ledger.claim(plan, tmp_path)
@@ -263,6 +314,11 @@ def fill(folder: Path, ballast: Path) -> None:
     """Once there is a checkpoint, take all the room there is."""
     while not latest_step(folder):
         time.sleep(0.001)
+    take_all_room(ballast)
+
+
+def take_all_room(ballast: Path) -> None:
+    """Fill the disk."""
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
