@@ -51,7 +51,9 @@ class Probe:
         rate: Callable[[], float],
         sink: Sink | None = None,
     ) -> None:
-        self.engine, self.every, self.sink = engine, every, sink
+        self.engine = engine
+        self.every = every
+        self.sink = sink
         self.record: Record = {}
         self._rate = rate
         self._reader, self._since = Reader(engine.meter), engine.meter.clock()
@@ -69,7 +71,9 @@ class Probe:
         """Whether the step that is running is one to look at."""
         return self.engine.step % self.every == 0
 
-    def note(self, gradients: Mapping[str, Tensor], updates: Mapping[str, Tensor]):
+    def note(
+        self, gradients: Mapping[str, Tensor], updates: Mapping[str, Tensor]
+    ) -> None:
         """Norms of gradients and updates, and their products, of blocks worked on."""
         if not self.looks:
             return

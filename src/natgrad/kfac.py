@@ -127,7 +127,8 @@ class KFAC(Inspectable):
         if lr is not None:
             require_number("lr", lr, "a number > 0", above=0.0)
         require_free(optimizer)
-        self.lr, self.optimizer = lr, optimizer
+        self.lr = lr
+        self.optimizer = optimizer
         curvature = Curvature(
             statistics=statistics,
             scale=scale,
@@ -157,7 +158,7 @@ class KFAC(Inspectable):
                 f"kl_clip={kl_clip} needs the learning rate: give an optimizer or lr=, "
                 "or kl_clip=None."
             )
-        self.engine = Engine(
+        self.engine: Engine = Engine(
             model,
             curvature,
             strategy=strategy,

@@ -43,7 +43,9 @@ class PolynomialDecay(LRScheduler):
         require_number("end", end, f"a number > start={start}", above=start)
         require_number("power", power, "a number > 0", above=0.0)
         require_count("steps_per_epoch", steps_per_epoch)
-        self.start, self.end, self.power = start, end, power
+        self.start = start
+        self.end = end
+        self.power = power
         self.steps_per_epoch = steps_per_epoch
         self.couple_momentum = couple_momentum
         if couple_momentum:
@@ -94,8 +96,10 @@ class WarmupStepDecay(LRScheduler):
         require_number("warmup", warmup, "a number >= 0", low=0.0)
         require_number("warmup_start", warmup_start, "in [0, 1]", low=0.0, high=1.0)
         require_count("steps_per_epoch", steps_per_epoch)
-        self.milestones = _ascending("milestones", milestones)
-        self.decay, self.warmup, self.warmup_start = factor, warmup, warmup_start
+        self.milestones: tuple[float, ...] = _ascending("milestones", milestones)
+        self.decay = factor
+        self.warmup = warmup
+        self.warmup_start = warmup_start
         self.steps_per_epoch = steps_per_epoch
         super().__init__(optimizer, last_epoch)
 

@@ -138,15 +138,13 @@ class SPNGD(Inspectable, Optimizer):
             subsample=subsample,
         )
         self.rescale_weights = rescale_weights
-        self.nesterov, self.average = nesterov, average
+        self.nesterov = nesterov
+        self.average = average
         plain, _ = unwrap(model)
         groups = param_groups or [{"params": list(plain.named_parameters())}]
-        Optimizer.__init__(
-            self,
-            groups,
-            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-        )
-        self.engine = Engine(
+        rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        Optimizer.__init__(self, groups, rates)
+        self.engine: Engine = Engine(
             model,
             curvature,
             strategy=strategy,
