@@ -7,7 +7,8 @@ Measured: `MEASURED` below, the best accuracy of seed 0 (337 steps, 360 test ima
 
     natgrad train digits-vit-METHOD --threads 1
 
-90 % was reached after 203 steps by kfac, and not by adamw.
+90 % was reached after 203 steps by kfac, and not by adamw. In all kfac took 95 seconds
+of the processor, adamw 36.
 """
 
 from natgrad_lab.recipes.recipe import Recipe, in_epochs
