@@ -99,7 +99,8 @@ def _lines(value: Curve | Link | ModelTimes | Collective) -> list[str]:
 
 def _literal(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"[{', '.join(_literal(each) for each in value)}]"
+        parts: tuple[Any, ...] = value
+        return f"[{', '.join(map(_literal, parts))}]"
     if isinstance(value, str):
         text = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
         return f'"{text}"'
