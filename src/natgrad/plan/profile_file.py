@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from natgrad.plan.profile import (
     Collective,
@@ -99,7 +99,7 @@ def _lines(value: Curve | Link | ModelTimes | Collective) -> list[str]:
 
 def _literal(value: Any) -> str:
     if isinstance(value, tuple):
-        parts: tuple[Any, ...] = value
+        parts = cast(tuple[Any, ...], value)
         return f"[{', '.join(map(_literal, parts))}]"
     if isinstance(value, str):
         text = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
