@@ -1,6 +1,7 @@
 """The pages build without a warning, their code runs, and what they name exists."""
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -150,6 +151,22 @@ def test_the_change_rate_is_what_diagnostics_show() -> None:
     (names,) = [v for k, v in rows_of("Osawa et al. 2019").items() if "eq. 19" in k]
     assert "natgrad.math.spectrum.change_rate" in names
     assert "eq. 19" in (change_rate.__doc__ or "")
+
+
+def test_what_looking_costs_is_what_was_measured() -> None:
+    page = " ".join((DOCS / "diagnostics.md").read_text().split())
+    found = json.loads((ROOT / "benchmarks/results/overhead.json").read_text())
+    rows = {row["method"]: row for row in found["rows"]}
+    share = re.findall(r"[\d.]+%", rows["kfac, watched"]["says"])[0]
+    assert f"a look every {found['every']} steps, looking took {share} of" in page
+    watched, plain = rows["kfac, watched"]["cpu_ms"], rows["kfac"]["cpu_ms"]
+    assert f"{watched:.1f} ms of the processor watched and {plain:.1f} ms not" in page
+    for budget in ("10%", "30%"):
+        spent, own = re.findall(
+            r"([\d.]+%) (?:was|on p)", rows[f"budget {budget}"]["says"]
+        )
+        over = f"{100 * rows[f'budget {budget}']['cpu_over_sgd']:.1f}%"
+        assert f"{spent} ({own} preconditioning) | {over} |" in page
 
 
 TEST_NAME = re.compile(r"`((?:tests/[\w/]+\.py|…)(?:::\w+)?)`")
