@@ -25,6 +25,7 @@ from benchmarks.common import (
     RESULTS,
     TEN_HUNDRED,
     Contender,
+    commit,
     describe,
     interleave,
     keep_memory,
@@ -98,6 +99,7 @@ def measure(
         "threads": threads,
         "clock": clock,
         "layout": options.layout if case.images else "contiguous",
+        "commit": commit(),
         "rows": rows,
         "phases": phases_of(contenders, clock, rounds) if details else {},
     }
@@ -219,6 +221,9 @@ def report(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
     for result in results:
         threads = f"{result['threads']} thread" + "s" * (result["threads"] > 1)
         parts.append(f"## {result['label']}, batch {result['batch']}, {threads}")
+        if result.get("commit") != facts.get("commit"):
+            made = result.get("commit") or "an earlier state of the code"
+            parts.append(f"Measured on {made}.")
         parts.append(table(result))
         if result["phases"]:
             parts += ["Milliseconds by phase:", phase_table(result)]
