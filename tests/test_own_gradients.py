@@ -22,7 +22,7 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def spngd(model: nn.Module, **options: Any) -> Any:
-    known = {"lr": 0.1, "damping": 0.1, "refresh": Every(10, 10)}
+    known: dict[str, Any] = {"lr": 0.1, "damping": 0.1, "refresh": Every(10, 10)}
     return natgrad.SPNGD(model, **{**known, **options})
 
 
@@ -43,7 +43,8 @@ def flat(model: nn.Module) -> Tensor:
 def forget(model: nn.Module, rank: int) -> None:
     """A batch whose loss was not finite, say, and that is thrown away."""
     backward(model, rank, 7)
-    next(model.parameters()).grad.fill_(float("nan"))
+    first: Any = next(model.parameters()).grad
+    first.fill_(float("nan"))
     model.zero_grad()
     backward(model, rank, 1)
 
@@ -54,7 +55,8 @@ def forget_on_one(model: nn.Module, rank: int) -> None:
 
 def forget_in_place(model: nn.Module, rank: int) -> None:
     backward(model, rank, 7)
-    next(model.parameters()).grad.fill_(float("nan"))
+    first: Any = next(model.parameters()).grad
+    first.fill_(float("nan"))
     model.zero_grad(set_to_none=False)
     backward(model, rank, 1)
 
@@ -66,12 +68,14 @@ def plain(model: nn.Module, rank: int) -> None:
 def replace(model: nn.Module, rank: int) -> None:
     backward(model, rank, 1)
     for p in model.parameters():
+        assert p.grad is not None
         p.grad = 0.5 * p.grad
 
 
 def change(model: nn.Module, rank: int) -> None:
     backward(model, rank, 1)
     for p in model.parameters():
+        assert p.grad is not None
         p.grad.mul_(0.5)
 
 
@@ -135,7 +139,8 @@ class Odd(nn.Module):
 
 
 def start(rank: int, method: str, bucket_bytes: int) -> list[Tensor]:
-    model, options = Odd(rank), {"comm": CommOptions(bucket_bytes=bucket_bytes)}
+    model = Odd(rank)
+    options: dict[str, Any] = {"comm": CommOptions(bucket_bytes=bucket_bytes)}
     if method == "spngd":
         natural: Any = spngd(model, **options)
     else:

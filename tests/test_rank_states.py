@@ -22,7 +22,11 @@ pytestmark = pytest.mark.processes
 def make(kind: str, wrap: str) -> tuple[Any, Any, Any]:
     """The model to call, the optimizer, and who preconditions."""
     model: Any = net()
-    options = {"placement": kind, "refresh": Every(2, 2), "damping": 0.1}
+    options: dict[str, Any] = {
+        "placement": kind,
+        "refresh": Every(2, 2),
+        "damping": 0.1,
+    }
     if wrap == "spngd":
         whole = natgrad.SPNGD(model, lr=0.1, **options)
         return model, whole, whole
