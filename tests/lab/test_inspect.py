@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
+import natgrad
 from natgrad_lab.cli import main
 from natgrad_lab.inspect.flags import find_flags
 from natgrad_lab.inspect.page import QUANTITIES, build, page_data
@@ -210,19 +213,123 @@ def test_an_error_on_the_page_would_be_seen(tmp_path: Path) -> None:
     assert 'data-ready="yes"' not in done.stdout
 
 
-def test_train_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    quick = ["--steps", "4", "--batch", "64", "--model.width", "4"]
-    quick += ["--diagnostics", "2", "--tensorboard", "--out", str(run)]
-    quick += ["--refresh.kind", "budget", "--refresh.overhead", "0.2"]
-    assert main(["train", "digits-kfac", *quick]) == 0
-    assert [r["step"] for r in read_looks(run)] == [0, 2]
-    assert list((run / "tensorboard").iterdir())
+# -- real runs ----------------------------------------------------------------------
+
+
+def trained(out: Path, steps: int, *options: str) -> list[dict[str, Any]]:
+    quick = ["--steps", str(steps), "--batch", "64", "--model.width", "4"]
+    assert main(["train", "digits-kfac", *quick, *options, "--out", str(out)]) == 0
+    return read_looks(out)
+
+
+def inspected(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `natgrad inspect` prints of a run."""
     capsys.readouterr()
     assert main(["inspect", str(run)]) == 0
-    printed = capsys.readouterr().out
-    assert "What the budget bought" in printed
-    assert "layer1.0.conv1" in (run / "inspect.html").read_text(encoding="utf-8")
+    return capsys.readouterr().out
+
+
+def test_train_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    budget = ("--refresh.kind", "budget", "--refresh.overhead", "0.2")
+    found = trained(run, 4, "--diagnostics", "2", *budget, "--tensorboard")
+    assert [r["step"] for r in found] == [0, 2]
+    assert "What the budget bought" in inspected(run, capsys)
+    page = run / "inspect.html"
+    assert "layer1.0.conv1" in page.read_text(encoding="utf-8")
+    read_back(run / "tensorboard", found)
+
+
+def read_back(folder: Path, records: list[dict[str, Any]]) -> None:
+    """TensorBoard sees the numbers that the records have."""
+    events = EventAccumulator(str(folder)).Reload()
+    for key in ("angle", "damping_ratio", "bytes"):
+        points = events.Scalars(f"diagnostics/{key}/layer1.0.conv1")
+        known = [r["blocks"]["layer1.0.conv1"][key] for r in records]
+        assert [point.step for point in points] == [0, 2]
+        assert [point.value for point in points] == pytest.approx(known)
+    assert len(events.Scalars("train/loss")) == 1
+
+
+def test_a_run_with_far_too_much_damping_is_flagged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--curvature.damping", "1e4", "--diagnostics", "4")
+    found = trained(tmp_path / "run", 25, *options, "--refresh.statistics", "1")
+    shown = inspected(tmp_path / "run", capsys)
+    layers = sum("largest" in block for block in found[-1]["blocks"].values())
+    kinds = len(change_rates(found))
+    assert f"The damping swamps the spectrum of all {layers} layers" in shown
+    assert "Every statistic is refreshed at every step" in shown
+    assert "never moved" not in shown
+    if CHROMIUM is not None:
+        drawn = chromium(tmp_path / "run" / "inspect.html", "--dump-dom")
+        assert "CONSOLE" not in drawn.stderr, drawn.stderr
+        assert 'data-ready="yes"' in drawn.stdout
+        assert "<title>digits-kfac · natgrad inspect</title>" in drawn.stdout
+        assert f"The damping swamps the spectrum of all {layers}" in drawn.stdout
+        assert "layer1.0.conv1" in drawn.stdout
+        # heatmaps, change rates by kind, bytes of statistics
+        assert drawn.stdout.count("<canvas") == len(QUANTITIES) + kinds + 1
+
+
+def watched(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, **options: Any
+) -> list[dict[str, Any]]:
+    """The looks at 30 steps of K-FAC, every fifth."""
+    records: list[dict[str, Any]] = []
+    with natgrad.KFAC(model, optimizer, **options) as kfac:
+        kfac.watch(every=5, sink=records.append)
+        for step in range(30):
+            optimizer.zero_grad()
+            loss(step).backward()
+            optimizer.step()
+    return records
+
+
+def test_a_group_without_a_learning_rate_is_flagged() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    still = {"params": [*model[0].parameters()], "lr": 0.0}
+    optimizer = torch.optim.SGD([still, {"params": [*model[2].parameters()]}], lr=0.1)
+    x, y = torch.randn(64, 6), torch.randint(3, (64,))
+    records = watched(
+        model, optimizer, lambda _: nn.functional.cross_entropy(model(x), y)
+    )
+    flags = {flag.title: flag for flag in find_flags(records)}
+    flag = flags["The weights of 0 never moved"]
+    assert (flag.level, flag.layers) == ("warning", ("0",))
+    assert "learning rate of zero" in flag.text
+
+
+def test_a_layer_that_never_settles_is_flagged_alone() -> None:
+    """The inputs of one layer change from step to step; nothing else does."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"wild": nn.Linear(4, 2), "calm": nn.Linear(4, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x, weights = torch.randn(64, 4), torch.randn(64, 2)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, scale: float) -> torch.Tensor:
+            wild, calm = self.parts["wild"](scale * x), self.parts["calm"](x)
+            return (weights * (wild + calm)).sum(1).mean()
+
+    net = Both()
+    records = watched(
+        net,
+        optimizer,
+        lambda step: net(2.0 if step % 2 else 0.5),
+        refresh=natgrad.Adaptive(tolerance=0.1),
+        decay=0.0,
+        damping=0.1,
+    )
+    (flag,) = [f for f in find_flags(records) if "at every step" in f.title]
+    assert (flag.level, flag.layers) == ("note", ("parts.wild",))
+    assert "parts.wild/A" in flag.title
 
 
 def test_without_diagnostics_it_says_how(
