@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -94,6 +95,12 @@ def _row(
     return Row(layer=partial(layer, *args, **settings), shape=shape, options=options)
 
 
+def hf_conv1d() -> nn.Module:
+    """GPT-2's linear layer, whose weight is (inputs, outputs)."""
+    utils = pytest.importorskip("transformers.pytorch_utils")
+    return utils.Conv1D(2, 3)  # outputs, inputs
+
+
 def _channels_last(layer: nn.Module) -> nn.Module:
     return layer.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
@@ -108,6 +115,10 @@ LINEAR = {
     "linear-reduce": _row(nn.Linear, 3, 2, shape=(3,), sharing="reduce"),
     "linear-3d-reduce": _row(nn.Linear, 3, 2, shape=(4, 3), sharing="reduce"),
     "linear-4d-reduce": _row(nn.Linear, 3, 2, shape=(2, 3, 3), sharing="reduce"),
+    "hf-conv1d": _row(hf_conv1d, shape=(3,)),
+    "hf-conv1d-3d": _row(hf_conv1d, shape=(4, 3)),
+    "hf-conv1d-frozen-bias": Row(layer=lambda: frozen_bias(hf_conv1d()), shape=(3,)),
+    "hf-conv1d-3d-reduce": _row(hf_conv1d, shape=(4, 3), sharing="reduce"),
 }
 
 CONV = {

@@ -135,6 +135,8 @@ def as_stack(module: nn.Module, tensors: list[Tensor]) -> Tensor:
         return torch.stack([t.flatten() for t in tensors], -1).unsqueeze(1)
     if isinstance(module, nn.Embedding):
         return weight.T.unsqueeze(0)
+    if type(module).__name__ == "Conv1D":  # of transformers: (inputs, outputs)
+        weight = weight.T
     groups = getattr(module, "groups", 1)
     stack = weight.reshape(groups, len(weight) // groups, -1)
     columns = [b.reshape(groups, -1, 1) for b in bias]
