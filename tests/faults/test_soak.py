@@ -1,0 +1,79 @@
+"""What the soak counts: pieces of the code as it is, and nothing left behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults import soak
+from tests.faults.left import all_hooks, is_flat, slope
+from tests.toys import mlp, sgd, train
+
+
+def entry(part: str, piece: int, digest: str, lost: int = 0) -> str:
+    numbers = {"faults": 7, "lost": lost, "diverged": 0, "seconds": 1.0}
+    names = {"part": part, "piece": piece, "digest": digest, "commit": f"of-{digest}"}
+    return json.dumps({**names, **numbers})
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "soak.jsonl"
+    lines = [entry("killed", 0, "old", lost=1), entry("killed", 0, "")]
+    lines += [entry("killed", 1, "new"), entry("hung", 99, "new")]
+    path.write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(soak, "RESULTS", path)
+    monkeypatch.setattr(soak, "code", lambda: "new")
+    return path
+
+
+def test_only_pieces_of_this_code_count(results: Path) -> None:
+    assert [(r["part"], r["piece"]) for r in soak.done("new")] == [("killed", 1)]
+    page = soak.report()
+    assert "| all | 7 | 0 | 0 |" in page
+    assert "begins with new, at the commits of-new." in page
+    assert "killed (29), hung (4)" in page
+
+
+def test_pieces_of_other_code_are_run_anew(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(soak, "run_piece", lambda part, n, _: ran.append((part, n)))
+    soak.run_pieces(1e9, ["killed"])
+    assert ran == [("killed", n) for n in (0, *range(2, 30))]
+
+
+def test_code_that_is_not_committed_is_not_run(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak, "code", lambda: "")
+    with pytest.raises(SystemExit, match="commit src and tests/faults"):
+        soak.run_pieces(1e9, ["killed"])
+
+
+def test_what_counts_as_left_behind() -> None:
+    before = {"threads": 1, "files": 9, "processes": 0}
+    assert slope([(0, 10.0), (5_000, 11.5), (10_000, 13.0)]) == pytest.approx(3.0)
+    assert is_flat(1.9, before, before)
+    assert not is_flat(2.1, before, before)
+    for name in before:
+        assert not is_flat(0.0, before, {**before, name: before[name] + 1})
+
+
+def test_hooks_of_every_kind_are_counted_and_none_is_left() -> None:
+    model: Any = mlp()
+    optimizer, k = sgd(model)
+    placed = all_hooks(model, optimizer)
+    train(model, optimizer, range(1))
+    assert placed > 4
+    k.close()
+    assert all_hooks(model, optimizer) == 0
+    handles: list[Any] = [
+        model[0].register_forward_pre_hook(lambda *_: None),
+        model[0].register_full_backward_hook(lambda *_: None),
+        model[0].weight.register_hook(lambda g: g),
+        model[0].weight.register_post_accumulate_grad_hook(lambda p: None),
+        optimizer.register_step_post_hook(lambda *_: None),
+    ]
+    assert all_hooks(model, optimizer) == len(handles)
