@@ -31,7 +31,8 @@ def main() -> None:
     config = GPT2Config(vocab_size=VOCABULARY, **size, **ends)
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    kfac = natgrad.KFAC(model, optimizer, damping=0.1, loss="tokens")
+    options = {"loss": "tokens", "skip": ("transformer.wpe",)}
+    kfac = natgrad.KFAC(model, optimizer, damping=0.1, **options)
     arguments = TrainingArguments(
         output_dir="runs/trainer",
         max_steps=50,

@@ -2,23 +2,20 @@
 
 import copy
 import gc
-import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.toys import backward, batch, mlp, parameters, same, train
+from tests.toys import backward, batch, mlp, parameters, train
 from tests.world import run_world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import natgrad
 from natgrad import hooks
@@ -85,12 +82,25 @@ def counting(seen: list[torch.fx.GraphModule]) -> Callable[..., Any]:
     return backend
 
 
-@pytest.mark.parametrize("order", ["before", "around", "after a call", "in place"])
-def test_a_compiled_model(order: str, graphs: list[torch.fx.GraphModule]) -> None:
+@pytest.mark.parametrize(
+    ("order", "full"),
+    [
+        ("before", False),
+        ("before", True),
+        ("around", False),
+        ("around", True),
+        ("after a call", False),
+        ("in place", False),
+    ],
+)
+def test_a_compiled_model(
+    order: str, full: bool, graphs: list[torch.fx.GraphModule]
+) -> None:
     model = mlp()
     run: nn.Module = model
+    options: Any = {"backend": counting(graphs), "fullgraph": full}
     if order != "before":
-        run = torch.compile(model, backend=counting(graphs))  # pyright: ignore
+        run = torch.compile(model, **options)  # pyright: ignore
     if order == "after a call":
         backward(run, 0)
     if order == "in place":
@@ -100,7 +110,7 @@ def test_a_compiled_model(order: str, graphs: list[torch.fx.GraphModule]) -> Non
     model.load_state_dict(source)
     optimizer, kfac = made(run if order == "around" else model)
     if order == "before":
-        run = torch.compile(model, backend=counting(graphs))  # pyright: ignore
+        run = torch.compile(model, **options)  # pyright: ignore
     with kfac:
         train(run, optimizer, range(STEPS))
         assert list(kfac.engine.block) == ["0", "1.weight", "1.bias", "3"]
@@ -192,134 +202,56 @@ def test_a_sharded_model_is_refused() -> None:
     run_world(1, sharded)
 
 
-# -- Lightning ----------------------------------------------------------------------
+# -- layers that freeze and thaw ----------------------------------------------------
 
 
-def fit(folder: Path, epochs: int, resume: str | None = None) -> list[Tensor]:
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
-        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-            return F.cross_entropy(self(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return made(self.trainer.model)[0]
-
-    module = Module()
-    trainer = lightning.Trainer(
-        max_epochs=epochs,
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of loaders without workers
-        trainer.fit(module, DataLoader(batches(6), batch_size=16), ckpt_path=resume)
-    trainer.save_checkpoint(folder / f"{epochs}.ckpt")
-    return parameters(module)
-
-
-def test_lightning_does_what_a_loop_by_hand_does(tmp_path: Path) -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    found = fit(tmp_path, 1)
-    assert close(found, plain(3, micro=2))
-    whole, resumed = fit(tmp_path, 2), fit(tmp_path, 2, str(tmp_path / "1.ckpt"))
-    assert same(resumed, whole)
-
-
-# -- Hugging Face -------------------------------------------------------------------
-
-
-def test_accelerate_does_what_a_loop_by_hand_does() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    model = mlp()
-    optimizer, _ = made(model)
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    loader = DataLoader(batches(6), batch_size=16)
-    run, stepper, loader = accelerator.prepare(model, optimizer, loader)
-    for x, y in loader:
-        with accelerator.accumulate(run):
-            accelerator.backward(F.cross_entropy(run(x), y))
-            stepper.step()
-            stepper.zero_grad()
-    assert close(parameters(model), plain(3, micro=2))
-
-
-class Rows(Dataset[dict[str, Tensor]]):
-    """Eight rows of tokens, all of which are one batch: no order matters."""
-
-    def __init__(self) -> None:
-        source = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(7, (8, 5), generator=source)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
-def gpt2() -> Any:
-    transformers = pytest.importorskip("transformers")
+def net() -> nn.Sequential:
     torch.manual_seed(0)
-    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id")
-    config = transformers.GPT2Config(
-        vocab_size=7,
-        n_positions=5,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        tie_word_embeddings=False,
-        **dict.fromkeys(names, 0),
-    )
-    return transformers.GPT2LMHeadModel(config).double()
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def trained(folder: Path, steps: int, resume: bool = False) -> list[Tensor]:
-    transformers = pytest.importorskip("transformers")
-    model = gpt2()
-    optimizer, _ = made(model, loss="tokens")
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=8,
-        lr_scheduler_type="constant",
-        max_grad_norm=1.0,
-        save_steps=2,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    trainer = transformers.Trainer(
-        model, arguments, train_dataset=Rows(), optimizers=(optimizer, None)
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return parameters(model)
+def method(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "spngd":
+        return natgrad.SPNGD(model, lr=0.05, refresh=natgrad.Every(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    natgrad.KFAC(model, optimizer, refresh=natgrad.Every(1, 1))
+    return optimizer
 
 
-def test_trainer_does_what_a_loop_by_hand_does(tmp_path: Path) -> None:
-    model = gpt2()
-    optimizer, kfac = made(model, loss="tokens")
-    tokens = Rows().tokens
-    terms = torch.tensor(tokens.numel())  # what the Trainer divides the sum by
-    for _ in range(4):
-        optimizer.zero_grad()
-        out = model(input_ids=tokens, labels=tokens, num_items_in_batch=terms)
-        out.loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    assert close(trained(tmp_path / "whole", 4), parameters(model))
-    trained(tmp_path / "parts", 2)
-    assert close(trained(tmp_path / "parts", 4, resume=True), parameters(model))
-    layers = {name for name, b in kfac.engine.block.items() if b.kind is not None}
-    assert {"transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_proj"} <= layers
+def moves(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step changes the first layer."""
+    weight = model.get_parameter("0.weight")
+    before = weight.detach().clone()
+    optimizer.zero_grad()
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    return not torch.equal(before, weight)
+
+
+@pytest.mark.parametrize("kind", ["kfac", "spngd"])
+def test_a_layer_can_be_frozen_and_thawed(kind: str) -> None:
+    model = net()
+    optimizer = method(kind, model)
+    assert moves(model, optimizer)
+    model[0].requires_grad_(False)
+    assert not moves(model, optimizer)
+    model[0].requires_grad_(True)
+    assert moves(model, optimizer)
+
+
+def test_a_layer_that_was_frozen_at_first_has_a_plain_gradient() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = method("kfac", model)
+    model[0].requires_grad_(True)
+    assert moves(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["kfac", "spngd"])
+def test_a_bias_alone_cannot_be_frozen(kind: str) -> None:
+    model = net()
+    optimizer = method(kind, model)
+    model[0].bias.requires_grad_(False)  # pyright: ignore
+    with pytest.raises(RuntimeError, match="The bias of 0 was frozen or unfrozen"):
+        moves(model, optimizer)
