@@ -60,8 +60,7 @@ def run_pieces(minutes: float, only: list[str]) -> None:
                 continue
             if time.monotonic() > end:
                 return
-            if not code():
-                sys.exit("The soak runs committed code: commit src and tests/faults.")
+            require_committed()
             run_piece(part, piece, function)
 
 
@@ -79,6 +78,12 @@ def run_piece(part: str, piece: int, function: Callable[[int], Result]) -> None:
     print(json.dumps(result), flush=True)
 
 
+def require_committed() -> None:
+    """End if nobody could tell later which code a result is of."""
+    if not code():
+        sys.exit("The soak runs committed code: commit src and tests/faults.")
+
+
 def code() -> str:
     """Git's digest of the sources that are run; empty if files differ from it."""
     if _git("status", "--porcelain", "--", "src", "tests/faults"):
@@ -88,9 +93,7 @@ def code() -> str:
 
 def _git(*words: str) -> str:
     command = ["git", "-C", str(ROOT), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout[
-        :-1
-    ]
+    return subprocess.check_output(command, text=True).strip()
 
 
 def report() -> str:
@@ -129,8 +132,6 @@ def _open_words(results: list[Result], digest: str) -> list[str]:
     if left:
         listed = ", ".join(f"{part} ({n})" for part, n in left.items())
         words += ["", f"**Incomplete.** Pieces that were not run: {listed}."]
-    if not digest:
-        return [*words, "", "The code is not committed: nothing counts."]
     commits = ", ".join(sorted({r["commit"] for r in results})) or "none"
     minutes = sum(r["seconds"] for r in results) / 60
     return [
@@ -190,6 +191,7 @@ def main() -> int:
     if not asked.report:
         preload()
         run_pieces(asked.minutes, asked.only)
+    require_committed()
     results = done(code())
     missing = sum(pieces for _, pieces in PARTS.values()) - len(results)
     REPORT.write_text(report())
