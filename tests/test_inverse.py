@@ -56,6 +56,21 @@ def test_damped_inverse(size: int, stack: int, damping: float) -> None:
     assert torch.equal(x, before)
 
 
+def test_an_inverse_is_stored_by_rows_and_exactly_symmetric() -> None:
+    """So that neither sending it nor a product with it copies it first."""
+    for inverse in damped_inverses([psd(3, 6), psd(1, 300)], [0.1, 0.1]):
+        assert isinstance(inverse, Tensor)
+        assert inverse.is_contiguous()
+        assert torch.equal(inverse, inverse.mT)
+
+
+def test_a_damping_beyond_the_dtype_is_inverted_in_float64() -> None:
+    matrix = psd(2, 3, F32)
+    found = one(matrix, 1e39)
+    wanted = 1e-39 / JITTER * torch.eye(3).expand(2, 3, 3)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0.0)
+
+
 def test_diagonal() -> None:
     x = torch.tensor([[0.0, 1.0, 4.0]], dtype=F64)
     torch.testing.assert_close(one(x, 0.5), exact(x, 0.5))

@@ -156,14 +156,19 @@ def _first_rung(
         several = len(members) > 1
         first = matrices[members[0]]
         joined = torch.cat([matrices[i] for i in members]) if several else first
-        shifts = joined.new_tensor(
-            [dampings[i] for i in members for _ in range(len(matrices[i]))]
+        shifts = _shifts(
+            [dampings[i] for i in members for _ in range(len(matrices[i]))], joined
         )
         inverses = attempt(joined, shifts)
         parts = inverses.split([len(matrices[i]) for i in members])
         for i, part in zip(members, parts, strict=True):
             results[i] = part
     return results
+
+
+def _shifts(dampings: list[float], like: Tensor) -> Tensor:
+    """One damping for each of a stack; infinite, so not inverted, beyond its dtype."""
+    return torch.tensor(dampings, dtype=torch.float64).to(like)
 
 
 def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:
@@ -195,7 +200,8 @@ def _inverse(matrix: Tensor, damping: Tensor) -> Tensor:
     bad = (info != 0).unsqueeze(1)
     # cholesky_inverse raises, for the whole batch, on a factor with a zero pivot
     factor.diagonal(dim1=-2, dim2=-1).masked_fill_(bad, 1.0)
-    inverse = torch.cholesky_inverse(factor)
+    # LAPACK leaves columns one after another: of a symmetric matrix, those are its rows
+    inverse = torch.cholesky_inverse(factor).mT
     inverse.diagonal(dim1=-2, dim2=-1).masked_fill_(bad, torch.nan)
     return inverse
 
@@ -251,7 +257,7 @@ def _climb(
     """Try ``attempt`` on each rung of the ladder that was not ``tried`` yet."""
     for rung, shift in islice(_rungs(matrix, damping), tried, None):
         try:
-            result = attempt(rung, rung.new_full((len(rung),), shift))
+            result = attempt(rung, _shifts([shift] * len(rung), rung))
         except torch.linalg.LinAlgError:
             continue
         parts = result if isinstance(result, tuple) else (result,)
