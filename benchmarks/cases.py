@@ -101,7 +101,7 @@ CASES: dict[str, Case] = {
         make=models.resnet32,
         batch=128,
         shape=(3, 32, 32),
-        seconds={1: 100.0, 2: 55.0},
+        seconds={1: 100.0},
     ),
     "mlp": Case(
         label="MLP 784-512-512-10",

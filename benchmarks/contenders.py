@@ -332,7 +332,11 @@ MAKERS: dict[str, Maker] = {
 }
 SLOW = (BASELINE, "AdamW", "KFAC factored")
 """Who takes part where a step takes seconds."""
-QUICK_TO_STEP = [n for n in MAKERS if n not in ("kfac-pytorch", "asdl", "Shampoo")]
+QUICK_TO_STEP = [
+    n
+    for n in MAKERS
+    if n not in ("kfac-pytorch", "asdl", "Shampoo", "KFAC eigen tracked", "AdamW")
+]
 """Who is measured with a second number of threads too."""
 IMAGES_ONLY = ("asdl",)
 

@@ -80,7 +80,7 @@ def measure(
     samples = interleave(
         contenders,
         seconds=case.seconds[threads] * options.scale,
-        least=1 if options.quick else 2 if case.slow or not details else 4,
+        least=1 if options.quick else 2 if case.slow or not details else 3,
         most=1 if options.quick else 60,
         say=lambda text: say(f"  {text}"),
     )

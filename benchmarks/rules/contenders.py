@@ -64,8 +64,11 @@ CONTENDERS: dict[str, Contender] = {
         fixed={"optimizer.momentum": "0.95"},  # as published
     ),
     "muon+trust": Contender(method="muon_trust", tuned={**TRUSTED, **MOMENTUM}),
+    # at the momentum of the recipes, which is Polar's: one setting to tune, as there
+    "muon+trust, only lr tuned": Contender(method="muon_trust", tuned=TRUSTED),
     "soap": Contender(method="soap", tuned={LR: (2e-3, 6e-2), **MOMENTUM}),
     "soap+trust": Contender(method="soap_trust", tuned={**TRUSTED, **MOMENTUM}),
+    "soap+trust, only lr tuned": Contender(method="soap_trust", tuned=TRUSTED),
     # without momentum, which it mixes with plain gradients and diverges by
     "shampoo": Contender(
         method="shampoo",
@@ -85,6 +88,7 @@ VARIANTS: dict[str, tuple[dict[str, str], Range]] = {
     "as it is": ({}, (0.05, 0.4)),
     "statistics: both": ({"curvature.statistics": "both"}, (0.05, 0.4)),
     "statistics: outputs": ({"curvature.statistics": "outputs"}, (0.05, 0.4)),
+    # orthogonalised alone: Muon with all else as in Polar
     "statistics: none (damping 1e6)": ({DAMPING: "1e6"}, (0.05, 0.4)),
     "scale: orthogonal, whitening full": ({"curvature.whitening": "full"}, (0.05, 0.4)),
     "scale: kronecker": ({"curvature.scale": "kronecker"}, (0.05, 0.4)),
@@ -98,6 +102,10 @@ VARIANTS: dict[str, tuple[dict[str, str], Range]] = {
     ),
     "scale: adaptive, statistics: both, basis: tracked": (
         {**ADAM, "curvature.basis": "tracked"},
+        (0.05, 0.4),
+    ),
+    "scale: adaptive, statistics: both, moments: restart": (
+        {**ADAM, "curvature.moments": "restart"},
         (0.05, 0.4),
     ),
     "scale: corrected, statistics: both": (
