@@ -7,7 +7,7 @@ Runs a small digits study undisturbed, then again while workers are killed, and
 compares every curve. At every kill the newest checkpoint of the victim's trial is
 noted: the next attempt must begin there. With --folder both studies are kept there, and
 a script that was itself stopped goes on; --postgres starts a PostgreSQL server on
-loopback for it. Writes results/study_kills.md.
+loopback for it. Writes results/study_kills_sqlite.md or study_kills_postgresql.md.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from natgrad_lab.study.storage import Storage
 from natgrad_lab.study.trial import latest_step
 from natgrad_lab.study.worker import work
 
-RESULT = Path(__file__).parent / "results" / "study_kills.md"
+RESULTS = Path(__file__).parent / "results"
 TIMES = ("seconds", "cpu_seconds")
 Curves = dict[str, dict[str, Any]]
 
@@ -295,8 +295,9 @@ def main() -> None:
         hit = run_study(renamed, address, wild, kills=asked.kills, seed=asked.seed)
     kind = "SQLite" if address.startswith("sqlite") else "PostgreSQL"
     text = report(quiet, hit, kind)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(text, encoding="utf-8")
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / f"study_kills_{kind.lower()}.md"
+    file.write_text(text, encoding="utf-8")
     print(text)
 
 
