@@ -31,7 +31,7 @@ check: $(STAMP) ## lint, formatting and types
 	$(BIN)/pyright
 
 test: check ## check, then every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=20
 
 docs: $(STAMP) ## build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
