@@ -37,7 +37,8 @@ import torch
 from natgrad_lab.train.run import git_state
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("natgrad", "torch", "numpy", "pytorch_optimizer")
+PEERS = ("pytorch_optimizer", "kfac-pytorch", "asdl")
+PACKAGES = ("natgrad", "torch", "numpy", *PEERS)
 BASELINE = "SGD"
 BASELINE_EVERY = 4
 

@@ -25,7 +25,6 @@ from benchmarks.common import (
     RESULTS,
     TEN_HUNDRED,
     Contender,
-    commit,
     describe,
     interleave,
     keep_memory,
@@ -99,7 +98,6 @@ def measure(
         "threads": threads,
         "clock": clock,
         "layout": options.layout if case.images else "contiguous",
-        "commit": commit(),
         "rows": rows,
         "phases": phases_of(contenders, clock, rounds) if details else {},
     }
@@ -271,6 +269,8 @@ def main(arguments: list[str] | None = None) -> None:
             # memory does not depend on threads, and phases hardly do
             details = threads == counts[0]
             found = measure(name, timed, threads, options, details)
+            # of the code that this process has loaded: results are files too
+            found["commit"] = facts["commit"]
             results = [r for r in results if _place(r) != _place(found)] + [found]
             results.sort(key=_place)
             # after each, so that a run that is stopped leaves what it has
