@@ -595,9 +595,9 @@ def test_a_machine_is_measured(
     assert calibrate_main(arguments.split()) == 0
     assert str(file) in capsys.readouterr().out
     profile = find_profile(str(file))
-    assert min(profile.flop, profile.statistic, profile.block) > 0
-    # What applying costs beyond the calls it is made of: on a busy machine, nothing.
-    assert profile.apply >= 0
+    assert profile.flop > 0
+    # differences of two measurements: on a busy machine nothing may be left
+    assert min(profile.statistic, profile.apply, profile.block) >= 0
     assert profile.conv_statistics_flop
     assert [size for size, _ in profile.flops] == [16]
     assert ", cpu, one thread" in profile.source
