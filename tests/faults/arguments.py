@@ -248,7 +248,10 @@ def check_arguments(kind: str, drawn: dict[str, Value]) -> str:
     for _ in range(2):
         step(model, optimizer, natural)
     assert all(bool(p.isfinite().all()) for p in model.parameters()), options
-    assert natural.engine.step == 2, options
+    # a learning rate of hundreds without damping may end in weights that overflow
+    skipped = natural.health()["skipped_steps"]
+    assert skipped < 2, options
+    assert natural.engine.step + skipped == 2, options
     return "works"
 
 
