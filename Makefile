@@ -36,7 +36,7 @@ test: check ## check, then every test
 docs: $(STAMP) ## build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
-bench: $(STAMP) ## time a step against SGD and peers, one process and two (20 minutes)
+bench: $(STAMP) ## time a step against SGD and peers, one process and two (under half an hour)
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.distributed
 
