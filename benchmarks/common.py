@@ -23,7 +23,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,8 +34,10 @@ from typing import Any
 
 import torch
 
+from natgrad_lab.train.run import git_state
+
 RESULTS = Path(__file__).parent / "results"
-CODE = ("src", "benchmarks/*.py")
+CODE = (":/src", ":/benchmarks", ":(top,exclude)benchmarks/results")
 PEERS = ("pytorch_optimizer", "kfac-pytorch", "asdl")
 PACKAGES = ("natgrad", "torch", "numpy", *PEERS)
 BASELINE = "SGD"
@@ -278,20 +279,8 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit that is measured; None if code differs from it. Results may."""
-    status = ("status", "--porcelain", "--untracked-files=no", "--", *CODE)
-    try:
-        found = [_git(*status), _git("rev-parse", "HEAD")[:9]]
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found[1] if not found[0] else None
-
-
-def _git(*words: str) -> str:
-    root = Path(__file__).resolve().parent.parent
-    command = ["git", "-C", str(root), *words]
-    return subprocess.check_output(
-        command, text=True, stderr=subprocess.DEVNULL
-    ).strip()
+    state = git_state(*CODE)
+    return None if state is None or state["dirty"] else state["commit"][:9]
 
 
 def _processor() -> str:

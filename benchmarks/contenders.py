@@ -332,11 +332,10 @@ MAKERS: dict[str, Maker] = {
 }
 SLOW = (BASELINE, "AdamW", "KFAC factored")
 """Who takes part where a step takes seconds."""
-QUICK_TO_STEP = [
-    n
-    for n in MAKERS
-    if n not in ("kfac-pytorch", "asdl", "Shampoo", "KFAC eigen tracked", "AdamW")
-]
+WITH_MORE_THREADS = (
+    *("Muon", "SOAP"),
+    *("KFAC eigen", "KFAC factored", "Polar", "SPNGD", "SPNGD adaptive"),
+)
 """Who is measured with a second number of threads too."""
 IMAGES_ONLY = ("asdl",)
 

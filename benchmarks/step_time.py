@@ -36,7 +36,7 @@ from benchmarks.common import (
     tensor_bytes,
     write_json,
 )
-from benchmarks.contenders import MAKERS, QUICK_TO_STEP, make_all
+from benchmarks.contenders import MAKERS, WITH_MORE_THREADS, make_all
 from benchmarks.figures import step_time_figure
 
 TARGETS: dict[tuple[str, str], float] = {
@@ -74,7 +74,7 @@ def measure(
     torch.set_num_threads(threads)
     clock = "cpu" if threads == 1 else "wall"
     say(f"{case.label}, batch {case.batch}, {threads} thread(s)")
-    names = options.contenders or ([] if details or case.slow else QUICK_TO_STEP)
+    names = options.contenders or ([] if details or case.slow else WITH_MORE_THREADS)
     contenders = make_all(case, options.layout, names, say)
     samples = interleave(
         contenders,

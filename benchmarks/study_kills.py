@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import RESULTS
 from natgrad_lab.study.ledger import Ledger
 from natgrad_lab.study.points import make_plan
 from natgrad_lab.study.spec import Budget, Grid, Method, StudySpec
@@ -31,7 +32,6 @@ from natgrad_lab.study.storage import Storage
 from natgrad_lab.study.trial import latest_step
 from natgrad_lab.study.worker import work
 
-RESULTS = Path(__file__).parent / "results"
 TIMES = ("seconds", "cpu_seconds")
 Curves = dict[str, dict[str, Any]]
 

@@ -176,7 +176,7 @@ def test_a_damping_beyond_float32(
     gradient = 1e-6 if rule == "relative" else 1e-20
     shape: dict[str, Any] = {"rows": 2, "size": 3, "module": "convolution", "seed": 21}
     case = {"kind": kind, "scale": scale, "rule": rule, "damping": damping}
-    method(Hostile(gradient=gradient, dtype=torch.bfloat16, **case, **shape))
+    assert method(Hostile(gradient=gradient, dtype=torch.bfloat16, **case, **shape))
 
 
 def _of(p: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from natgrad_lab.cli import main
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_the_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "demo"
     assert main(["demo", "--out", str(out), "--epochs", "0.3"]) == 0
-    printed = capsys.readouterr().out
+    printed, errors = capfd.readouterr()
+    assert "Warning" not in errors
     for name in ("digits-sgd", "digits-kfac", "digits-spngd-2-processes"):
         assert name in printed
         assert (out / name / "metrics.jsonl").is_file()

@@ -163,7 +163,7 @@ class Storage:
         lines = str(getattr(cause, "orig", None) or cause).strip().splitlines()
         reason = next(iter(lines), type(cause).__name__)
         return (
-            f"The storage {masked(self.url)} cannot be used: {reason} "
+            f"The storage {masked(self.url)} cannot be used: {reason.rstrip('.')}. "
             "Nothing is lost: finished trials are recorded, the others go on from "
             "their checkpoints when it is back."
         )

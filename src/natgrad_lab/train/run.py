@@ -136,13 +136,16 @@ def versions() -> dict[str, Any]:
     }
 
 
-def git_state() -> dict[str, Any] | None:
-    """Commit and whether files differ from it; None outside a repository."""
+def git_state(*paths: str) -> dict[str, Any] | None:
+    """Commit and whether files differ from it; None outside a repository.
+
+    ``paths`` limits the files to those that git knows by such patterns.
+    """
     here = Path(__file__).resolve().parent
     commit = _git(here, "rev-parse", "HEAD")
     if commit is None:
         return None
-    changed = _git(here, "status", "--porcelain", "--untracked-files=no")
+    changed = _git(here, "status", "--porcelain", "--untracked-files=no", "--", *paths)
     return {"commit": commit, "dirty": bool(changed)}
 
 

@@ -10,6 +10,7 @@ random states start from the seed, the step and the rank.
 
 import hashlib
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +44,10 @@ def load_model(model: nn.Module, state: dict[str, Any], rank: int, same: bool) -
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """An optimizer's state with the names of parameters instead of their numbers."""
-    state: dict[str, Any] = optimizer.state_dict()
+    with warnings.catch_warnings():
+        # every rank saves its own part
+        warnings.filterwarnings("ignore", "This state_dict has rank 0's part")
+        state: dict[str, Any] = optimizer.state_dict()
     name = _names(optimizer, model, state["param_groups"])
     groups = [
         {**group, "params": [name[i] for i in group["params"]]}
