@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,dev,docs,integrations]'
 	@touch $@
 
-demo: $(STAMP) ## train on digits with SGD, KFAC and SPNGD, one process and two
+demo: $(STAMP) ## train on digits with SGD, KFAC, Polar and SPNGD, the last on two processes too
 	$(BIN)/natgrad demo
 
 check: $(STAMP) ## lint, formatting and types

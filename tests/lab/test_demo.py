@@ -15,7 +15,7 @@ def test_the_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert main(["demo", "--out", str(out), "--epochs", "0.3"]) == 0
     printed, errors = capfd.readouterr()
     assert "Warning" not in errors
-    for name in ("digits-sgd", "digits-kfac", "digits-spngd-2-processes"):
+    for name in ("digits-kfac", "digits-polar", "digits-spngd-2-processes"):
         assert name in printed
         assert (out / name / "metrics.jsonl").is_file()
     assert "steps to 97 %" in printed
