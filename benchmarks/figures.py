@@ -88,7 +88,7 @@ def accuracy_figure(panels: Mapping[str, Mapping[str, Line]], path: Path) -> Non
         axis.axis("off")
     for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
         for name, (x, y) in curves.items():
-            own = name == "polar"
+            own = name.startswith("polar")
             width, colour = (2.2, BLUES[0]) if own else (1.0, None)
             axis.plot(x, y, linewidth=width, color=colour, label=name)
         axis.set_title(title, fontsize=9)

@@ -6,7 +6,13 @@ import pytest
 from benchmarks.rules import jobs
 from benchmarks.rules.contenders import CONTENDERS
 from benchmarks.rules.outcomes import Evaluation, Outcome, append_outcome, read_outcomes
-from benchmarks.rules.report import common_target, finals_table, tuning_table
+from benchmarks.rules.report import (
+    common_target,
+    defaults_table,
+    finals_table,
+    overview_table,
+    tuning_table,
+)
 
 SETTING = jobs.Setting(data="cifar10", model="resnet8", batch=512, steps=48)
 
@@ -70,6 +76,28 @@ def test_steps_to_the_target_are_means_over_the_seeds_that_reach_it() -> None:
     table = "".join(finals_table(ones, SETTING))
     assert "those to 50%" in table
     assert "| sgd | 50.0 (50.0 to 50.0) | 1.500 | 20 | 10 | 2 of 2 | 500 |" in table
+
+
+def test_the_overview_marks_the_best_of_each_setting() -> None:
+    ones = known(
+        outcome("tune-sgd-t0", 40.0),
+        outcome("tune-muon-t0", 45.0),
+        outcome("tune-muon-t1", 41.0),
+    )
+    table = "".join(overview_table(ones, [SETTING]))
+    assert "| rule | cifar10, resnet8, batch 512, 48 steps |" in table
+    assert "| sgd | 40.0 |\n| muon | **45.0** |" in table
+
+
+def test_how_far_the_defaults_are_behind_is_of_the_best_that_was_tried() -> None:
+    ones = known(
+        outcome("tune-polar__only_lr_tuned-t0", 48.0),
+        outcome("tune-polar-t0", 44.0),
+        outcome("ablate-damping_10-t0", 50.0),
+        outcome("ablate-damping_10-t1", 90.0, ending="diverged"),
+    )
+    table = "".join(defaults_table(ones, [SETTING]))
+    assert "48 steps | 48.0 | 0.1 | 50.0 | damping 10 | 4.0% |" in table
 
 
 def test_every_contender_gets_the_same_points_and_is_tried_in_turn(

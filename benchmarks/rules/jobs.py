@@ -33,6 +33,11 @@ class Setting:
         return f"{self.data}-{self.model}-b{self.batch}-s{self.steps}"
 
     @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.data}, {self.model}, batch {self.batch:,}, {self.steps} steps"
+
+    @property
     def data_name(self) -> str:
         """As the loaders call it."""
         return "fashion_mnist" if self.data == "fashion" else self.data

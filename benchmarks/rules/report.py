@@ -18,6 +18,7 @@ from benchmarks.rules.outcomes import Outcome, read_outcomes
 
 RESULTS = Path(__file__).parents[1] / "results"
 LEDGER = RESULTS / "rules.jsonl"
+DEFAULTS = "polar, only lr tuned"
 Known = Mapping[str, Outcome]
 Curves = dict[str, tuple[list[float], list[float]]]
 
@@ -39,12 +40,12 @@ def tuning_table(
             continue
         test = best.tests[-1]
         middle = statistics.median_low(x.score for x in trials)
-        median = f"{abs(middle):.1f}" if math.isfinite(middle) else "-"
-        said = ", ".join(
+        median = said(setting, middle) if math.isfinite(middle) else "-"
+        options = ", ".join(
             f"{k.rpartition('.')[2]} {v}" for k, v in best.settings.items()
         )
         row = f"| {name} | {test.accuracy:.1f} | {test.loss:.3f} | {median} "
-        row += f"| {best.cpu_seconds:.0f} | {count} | {said} |\n"
+        row += f"| {best.cpu_seconds:.0f} | {count} | {options} |\n"
         rows.append((best.score, row))
     if rows:
         what = "variant" if stage == "ablate" else "rule"
@@ -52,6 +53,58 @@ def tuning_table(
         yield "| settings |\n|---|---|---|---|---|---|---|\n"
         order = rows if stage == "ablate" else sorted(rows, key=lambda r: -r[0])
         yield from (row for _, row in order)
+
+
+def overview_table(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
+    """The best trial of each rule by setting; the best of a setting is bold."""
+    tuned = {
+        setting: {
+            name: best.score
+            for name in CONTENDERS
+            if (best := best_trial(known, setting, "tune", name)) is not None
+        }
+        for setting in settings
+    }
+    tuned = {setting: scores for setting, scores in tuned.items() if scores}
+    yield "\n| rule |" + "".join(f" {s.title} |" for s in tuned) + "\n"
+    yield "|---" * (len(tuned) + 1) + "|\n"
+    for name in CONTENDERS:
+        if any(name in scores for scores in tuned.values()):
+            cells = [_cell(name, s, scores) for s, scores in tuned.items()]
+            yield f"| {name} | " + " | ".join(cells) + " |\n"
+
+
+def _cell(name: str, setting: Setting, scores: Mapping[str, float]) -> str:
+    if name not in scores:
+        return "-"
+    text = said(setting, scores[name])
+    return f"**{text}**" if scores[name] == max(scores.values()) else text
+
+
+def said(setting: Setting, score: float) -> str:
+    """A score as accuracy in %, or as the loss for text."""
+    return f"{-score:.3f}" if setting.data == "text" else f"{score:.1f}"
+
+
+def defaults_table(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
+    """How near Polar is to its tuned best when its learning rate alone is tuned."""
+    yield "\n| setting | only lr tuned | its lr | best of all Polars | which | behind "
+    yield "|\n|---|---|---|---|---|---|\n"
+    for setting in settings:
+        own = best_trial(known, setting, "tune", DEFAULTS)
+        if own is None:
+            continue
+        others = {DEFAULTS: own}
+        for stage, names in (("tune", ["polar"]), ("ablate", [*ABLATIONS])):
+            for name in names:
+                if (best := best_trial(known, setting, stage, name)) is not None:
+                    others[name] = best
+        name = max(others, key=lambda n: others[n].score)
+        top = others[name].score
+        behind = (top - own.score) / abs(top)
+        lr = own.settings["optimizer.lr"]
+        yield f"| {setting.title} | {said(setting, own.score)} | {lr} "
+        yield f"| {said(setting, top)} | {name} | {behind:.1%} |\n"
 
 
 def common_target(finals: Mapping[str, Sequence[Outcome]]) -> float:
@@ -118,17 +171,20 @@ def write(ledger: Path, results: Path = RESULTS) -> None:
     text += ["Made by `python -m benchmarks.rules`; its header says how.\n"]
     text += [f"torch {torch.__version__}, one thread a run, {os.cpu_count()} cores of "]
     text += [f"{cpu_name()}.\n"]
+    settings = settings_in(known)
+    text += ["\n## All settings\n\nThe best trial of each rule, accuracy in % ("]
+    text += ["loss for text):\n", *overview_table(known, settings)]
+    text += ["\nPolar's defaults against everything that was tried of it:\n"]
+    text += defaults_table(known, settings)
     panels: dict[str, Curves] = {}
-    for setting in settings_in(known):
-        title = f"{setting.data}, {setting.model}, batch {setting.batch:,}, "
-        title += f"{setting.steps} steps"
-        text += [f"\n## {title}\n", *finals_table(known, setting)]
+    for setting in settings:
+        text += [f"\n## {setting.title}\n", *finals_table(known, setting)]
         text += tuning_table(known, setting, CONTENDERS, "tune")
         ablations = [*tuning_table(known, setting, ABLATIONS, "ablate")]
         if ablations:
             text += ["\nPolar with one ingredient exchanged:\n", *ablations]
         if found := curves(known, setting):
-            panels[title] = found
+            panels[setting.title] = found
     results.mkdir(exist_ok=True)
     (results / "rules.md").write_text("".join(text))
     if panels:
