@@ -22,6 +22,7 @@ import argparse
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,7 @@ import torch
 
 from benchmarks.common import KEEP_MEMORY
 from natgrad_lab.data import load
+from natgrad_lab.errors import UserError
 from natgrad_lab.report.summary import Summary, summarise
 
 RESULTS = Path(__file__).parent / "results"
@@ -145,8 +147,10 @@ def paper_jobs() -> Iterator[Job]:
 def run(job: Job, folder: Path) -> None:
     """Train, resume, or leave alone what is done."""
     out = folder / job.name
-    if out.is_dir() and summarise(out).ending != "unfinished":
+    if (ending := _ending(out)) in ("done", "diverged"):
         return
+    if ending is None and out.is_dir():
+        shutil.rmtree(out)  # cut off before it had anything to go on from
     resume = ("--resume", str(out))
     fresh = (*job.words, "--out", str(out))
     command = [sys.executable, "-m", "natgrad_lab", "train"]
@@ -157,6 +161,14 @@ def run(job: Job, folder: Path) -> None:
     if done.returncode not in (0, 3):
         print(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}", flush=True)
     print(f"{job.name}: {summarise(out).best} %", flush=True)
+
+
+def _ending(out: Path) -> str | None:
+    """How a run ended; None if it has no record."""
+    try:
+        return summarise(out).ending
+    except UserError:
+        return None
 
 
 def method_table(jobs: Sequence[Job], folder: Path) -> Iterator[str]:

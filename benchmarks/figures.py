@@ -43,8 +43,8 @@ def _bars(axis: Any, result: Mapping[str, Any]) -> None:
     axis.axvline(1.0, color="black", linewidth=0.8)
     for i, ratio in enumerate(ratios):
         axis.annotate(f" {ratio:.2f}", (ratio, i), va="center", fontsize=7)
-    if max(ratios) > 8:
-        axis.set_xscale("log")
+    log = max(ratios) > 8
+    axis.set_xscale("log" if log else "linear")
     axis.tick_params(labelsize=7)
     plural = "s" if result["threads"] > 1 else ""
     axis.set_title(
@@ -52,7 +52,7 @@ def _bars(axis: Any, result: Mapping[str, Any]) -> None:
         f"{result['threads']} thread{plural}",
         fontsize=9,
     )
-    axis.set_xlabel("cost of a step / SGD", fontsize=8)
+    axis.set_xlabel("cost of a step / SGD" + ", logarithmic" * log, fontsize=8)
 
 
 def lines_figure(

@@ -141,7 +141,7 @@ print([main([name]) for name in COMMANDS])
 def test_without_the_lab_a_command_says_what_to_install(site: Path) -> None:
     done = inside(site, EVERY_COMMAND)
     assert done.stdout.strip() == str([2] * len(COMMANDS)), done.stderr
-    assert done.stderr.count("pip install 'natgrad[lab]'") == len(COMMANDS)
+    assert done.stderr.count("pip install '.[lab]'") == len(COMMANDS)
     assert "Traceback" not in done.stderr
 
 

@@ -78,6 +78,17 @@ def test_steps_to_the_target_are_means_over_the_seeds_that_reach_it() -> None:
     assert "| sgd | 50.0 (50.0 to 50.0) | 1.500 | 20 | 10 | 2 of 2 | 500 |" in table
 
 
+def test_a_seed_that_diverged_sinks_a_rule() -> None:
+    ones = known(
+        outcome("final-sgd-r1", 30.0),
+        outcome("final-muon-r1", 90.0),
+        outcome("final-muon-r2", ending="diverged"),
+    )
+    table = "".join(finals_table(ones, SETTING))
+    assert "| muon | 90.0 (90.0 to 90.0, 1 missed) |" in table
+    assert table.index("| sgd |") < table.index("| muon |")
+
+
 def test_the_overview_marks_the_best_of_each_setting() -> None:
     ones = known(
         outcome("tune-sgd-t0", 40.0),

@@ -130,7 +130,7 @@ def main() -> None:
         print(f"{len(jobs)} runs to go.", flush=True)
         with ThreadPoolExecutor(options.parallel) as pool:
             list(pool.map(lambda job: run(job, options.runs, options.ledger), jobs))
-    write(options.ledger)
+    write(options.ledger, options.ledger.parent)
 
 
 if __name__ == "__main__":

@@ -143,28 +143,29 @@ def _final_row(name: str, runs: Sequence[Outcome], target: float) -> tuple[float
     if reached:
         seconds = statistics.mean(t.cpu_seconds for t in reached)
         steps = f"{statistics.mean(t.step for t in reached):.0f} | {seconds:.0f}"
-    last = [x.tests[-1].accuracy for x in done] or [0.0]
+    last = [x.tests[-1].accuracy for x in done] or [math.nan]
     loss = statistics.mean([x.tests[-1].loss for x in done] or [math.nan])
+    missed = f", {len(runs) - len(done)} missed" if len(done) < len(runs) else ""
     each = statistics.mean(1000 * x.cpu_seconds / max(1, x.steps) for x in runs)
     text = f"| {name} | {statistics.mean(last):.1f} "
-    text += f"({min(last):.1f} to {max(last):.1f}) "
+    text += f"({min(last):.1f} to {max(last):.1f}{missed}) "
     text += f"| {loss:.3f} | {steps} | {len(reached)} of {len(runs)} | {each:.0f} |\n"
-    return statistics.mean([x.score for x in done] or [-math.inf]), text
+    return statistics.mean(x.score for x in runs), text
 
 
 def curves(known: Known, setting: Setting) -> Curves:
-    """Mean accuracy against steps of the finals, by rule."""
+    """Mean accuracy against steps of the finals that came to their end, by rule."""
     found: Curves = {}
     for name, runs in finals_of(known, setting).items():
-        if len({len(x.tests) for x in runs}) == 1:
-            steps = [float(t.step) for t in runs[0].tests]
-            columns = zip(*(x.tests for x in runs), strict=True)
+        if done := [x for x in runs if not x.missed]:
+            steps = [float(t.step) for t in done[0].tests]
+            columns = zip(*(x.tests for x in done), strict=True)
             means = [statistics.mean(t.accuracy for t in c) for c in columns]
             found[name] = (steps, means)
     return found
 
 
-def write(ledger: Path, results: Path = RESULTS) -> None:
+def write(ledger: Path, results: Path) -> None:
     """Tabulate a file of outcomes into ``rules.md`` and ``rules.png``."""
     known = read_outcomes(ledger)
     text = ["# Update rules, tuned with equal budgets\n\n"]

@@ -85,9 +85,8 @@ def _explain(error: Exception) -> str | None:
     """What to say instead of a traceback; None if only that says what is wrong."""
     if isinstance(error, ImportError):
         missing = (error.name or "").partition(".")[0] in EXTRA
-        return (
-            f"{error}. It comes with: pip install 'natgrad[lab]'" if missing else None
-        )
+        advice = f"{error}. It comes with: pip install '.[lab]' in a clone of natgrad"
+        return advice if missing else None
     # another process is the cause, so that a traceback here says nothing
     peer = type(error).__name__ in ("CommError", "PeerError")
     return str(error) if peer or not isinstance(error, RuntimeError) else None

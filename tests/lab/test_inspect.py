@@ -340,5 +340,5 @@ def test_without_diagnostics_it_says_how(
     assert main(["train", "digits-sgd", *quick]) == 0
     assert main(["inspect", str(run)]) == 2
     assert "Train with --diagnostics STEPS" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"diagnostics=5.*spngd or has kfac"):
+    with pytest.raises(ValueError, match=r"diagnostics=5.*spngd, polar or has kfac"):
         TrainConfig(diagnostics=5)

@@ -66,8 +66,9 @@ def scaling_figure(
     labels: Sequence[str] = (),
     hours: dict[str, float] | None = None,
 ) -> Path:
-    """Seconds a step over ranks (001, Figure 5) and to a solution (003, Figure 7).
+    """Seconds a step over ranks, and to a solution.
 
+    They are Figure 5 of Osawa et al. 2020 and Figure 7 of Pauloski et al. 2020.
     ``hours`` is examples to see by strategy over examples a rank and step, divided by
     3600; without it there is one panel.
     """

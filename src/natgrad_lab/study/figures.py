@@ -29,6 +29,7 @@ from natgrad_lab.study.draw import (
 )
 from natgrad_lab.study.reading import (
     Cost,
+    Criterion,
     best_trial,
     by_batch,
     compute_seconds,
@@ -86,7 +87,8 @@ def iterations_to_target(results: Results) -> Figure:
             _series(axis, costs, method, color=stage_color(stage))
             ideal = ideal_costs(costs, results.base)
             axis.plot(ideal.keys(), ideal.values(), ":", color=stage_color(stage))
-        _target_axis(axis, results, metric, "iterations to target")
+        targets = results.targets(metric)
+        _target_axis(axis, targets, results, metric, "iterations to target")
     _stage_legend(figure, results)
     return figure
 
@@ -100,7 +102,7 @@ def speedup(results: Results) -> Figure:
             _series(axis, found, method, color=stage_color(stage))
         ideal = [ideal_speedup(m, results.base) for m in results.batches]
         axis.plot(results.batches, ideal, ":", color="0.3")
-        _target_axis(axis, results, metric, "speedup")
+        _target_axis(axis, results.targets(metric), results, metric, "speedup")
     _stage_legend(figure, results)
     return figure
 
@@ -116,9 +118,11 @@ def trajectories_by_iteration(results: Results) -> Figure:
 
 
 def total_cost(results: Results) -> Figure:
-    """Ours: examples, and seconds of wall, processor and cluster, to the last targets.
+    """Figure 11, ours: examples, and seconds of three clocks, to the last targets.
 
-    The seconds count K-FAC's own work, which 002 leaves out.
+    Of the wall, of the processor, and of a cluster that shares the batch out.
+
+    The seconds count K-FAC's own work, which Ma et al. leave out.
     """
     figure, axes = panels(len(METRICS), 4)
     for row, metric in zip(axes, METRICS, strict=True):
@@ -129,7 +133,7 @@ def total_cost(results: Results) -> Figure:
             each = results.step_cost(method).shared(results.base)
             _series(row[3], {m: k * each for m, k in costs.items()}, method)
         label = f"cluster seconds, {results.base} a worker"
-        _target_axis(row[3], results, metric, label)
+        _target_axis(row[3], results.targets(metric)[-1:], results, metric, label)
     legend_below(figure, axes[0][0])
     return figure
 
@@ -253,7 +257,7 @@ def _cost_panel(
 ) -> None:
     for method, costs in _last_stage(results, metric, cost):
         _series(axis, costs, method)
-    _target_axis(axis, results, metric, label)
+    _target_axis(axis, results.targets(metric)[-1:], results, metric, label)
 
 
 def _series(
@@ -265,9 +269,15 @@ def _series(
     axis.plot(values.keys(), values.values(), marker=marker, color=chosen, label=label)
 
 
-def _target_axis(axis: Any, results: Results, metric: Metric, label: str) -> None:
-    targets = ", ".join(f"{each.value:.3g}" for each in results.targets(metric))
-    axis.set_title(f"target {metric}: {targets}", fontsize="small")
+def _target_axis(
+    axis: Any,
+    targets: Sequence[Criterion],
+    results: Results,
+    metric: Metric,
+    label: str,
+) -> None:
+    values = ", ".join(f"{each.value:.3g}" for each in targets)
+    axis.set_title(f"target {metric}: {values}", fontsize="small")
     axis.set_yscale("log")
     axis.set_ylabel(label)
     batch_axis(axis, results.batches)

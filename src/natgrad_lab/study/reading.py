@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from natgrad_lab.study.curves import Curve, Metric, Trial
 
 STAGE_SHARE = 0.8
-"""How far into a stage of training its target is (002 section IV.C)."""
+"""How far into a stage of training its target is (Ma et al., section IV.C)."""
 HALF = 0.5
 """Share of the ideal speedup below which a batch size no longer scales."""
 Cost = Callable[[Trial], Sequence[float]]

@@ -103,7 +103,7 @@ class Results:
         return decay_epochs(self.spec, point.schedule, point.batch, examples)
 
     def targets(self, metric: Metric) -> tuple[Criterion, ...]:
-        """One target a stage, from the worst method and batch size (002 IV.C)."""
+        """One target a stage, from the worst method and batch (Ma et al., IV.C)."""
         worst = selected_run(self.main(), metric)
         return stage_targets(worst.curve, self.decays(worst), metric)
 

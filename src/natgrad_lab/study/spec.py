@@ -92,8 +92,8 @@ class Method:
     damping: Grid | None = None
     """kfac, spngd, polar: dampings."""
     damping_styles: tuple[DampingStyle, ...] = ()
-    """kfac, spngd: normal (eigenvalues, 002 appendix B) and approximated (factors).
-    Empty: normal for kfac, approximated for spngd."""
+    """kfac, spngd: normal (eigenvalues) and approximated (factors), as in appendix B of
+    Ma et al. Empty: normal for kfac, approximated for spngd."""
     recipe: str | None = None
     """Where this method's other settings come from. None: the study's recipe."""
     settings: dict[str, Any] = field(default_factory=dict)

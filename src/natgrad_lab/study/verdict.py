@@ -80,7 +80,7 @@ def _gain(found: dict[int, float], batch: int, base: int) -> str:
 
 
 def _comparison(results: Results) -> list[str]:
-    """002's first question, between SGD and each other method."""
+    """Ma et al.'s first question, between SGD and each other method."""
     if "sgd" not in results.methods:
         return []
     said = []

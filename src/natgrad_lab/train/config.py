@@ -53,10 +53,10 @@ class DataConfig:
     augment: bool = True
     """Random crops and flips, where the data set has them."""
     mixup: float = 0.0
-    """alpha of running mixup (000 eq. 9-12); 0 turns it off. A process keeps its share
-    of the last batch in memory, all forwards of it."""
+    """alpha of running mixup (Osawa et al. 2019, eq. 9-12); 0 turns it off. A process
+    keeps its share of the last batch in memory, all forwards of it."""
     erasing: float = 0.0
-    """Probability that a zero rectangle is put on an image (000 section 4.1)."""
+    """Probability that a zero rectangle is put on an image (Osawa et al. 2019, 4.1)."""
     label_smoothing: float = 0.0
     """Share of the label spread evenly over all classes."""
 
@@ -89,7 +89,8 @@ class OptimizerConfig:
     momentum: float = 0.9
     """Momentum; beta1 for adamw and soap."""
     beta2: float = 0.999
-    """Decay of second moments (adamw, soap)."""
+    """Decay of second moments (adamw, soap). kfac, spngd, polar and what has no trust
+    ratio beside one that has take at most 0.95: runs here are short."""
     nesterov: bool = False
     """Nesterov momentum (sgd, spngd); muon and polar always have it."""
     average: Literal["update", "gradient"] = "update"
@@ -160,7 +161,7 @@ class CurvatureConfig:
     damping: float = 1e-3
     """lambda; the value reached after the warmup when there is one."""
     damping_start: float | None = None
-    """First value of a damping warmup (000 eq. 13-14). None: no warmup."""
+    """First value of a damping warmup (Osawa et al. 2019, eq. 13-14). None: none."""
     damping_warmup: int = 0
     """Steps of the damping warmup."""
     damping_decay_epochs: tuple[float, ...] = ()
@@ -168,22 +169,25 @@ class CurvatureConfig:
     damping_decay: float = 0.5
     """What the damping is multiplied by at each of those epochs."""
     damping_style: Literal["eigen", "factored", "relative"] = "eigen"
-    """eigen: exact (003 eq. 13-15). factored: pi-split and Cholesky (001 eq. 12).
-    relative: to each factor's mean eigenvalue (polar always)."""
+    """eigen: exact (Pauloski et al. 2020, eq. 13-15). factored: pi-split and Cholesky
+    (Osawa et al. 2020, eq. 12). relative: to each factor's mean eigenvalue (polar
+    always)."""
     decay: float = 0.95
     """Weight of the old value in the running averages of the statistics."""
     kl_clip: float | None = 1e-3
-    """KL clip kappa (003 eq. 18), kfac only. None: off."""
+    """KL clip kappa (Pauloski et al. 2020, eq. 18), kfac only. None: off."""
     fisher: Literal["empirical", "sampled"] = "empirical"
-    """empirical: the loss's gradients. sampled: labels drawn from the model."""
+    """empirical: the loss's gradients. sampled: labels drawn from the model (kfac and
+    spngd)."""
     norm: Literal["skip", "unit", "diag", "full"] = "skip"
-    """How normalisation layers are treated."""
+    """How normalisation layers are treated (kfac and spngd; polar skips them)."""
     norm_damping_ratio: float = 1.0
-    """rho_BN: multiplies the damping of normalisation layers (000 section 4.2)."""
+    """rho_BN: multiplies the damping of norm layers (Osawa et al. 2019, 4.2)."""
     subsample: int = 1
     """Statistics from every k-th example only; 1: from all."""
     rescale_weights: bool = False
-    """spngd: rescale conv and linear weights to norm sqrt(2 d_out) (001 eq. 24)."""
+    """spngd: rescale conv and linear weights to norm sqrt(2 d_out) (Osawa et al. 2020,
+    eq. 24)."""
     strategy: Literal["factor_wise", "layer_wise", "spngd", "auto"] | None = None
     """Who owns and who works, with several processes. auto: what the calibrated machine
     is fastest with. None: the optimizer's own."""
@@ -213,8 +217,8 @@ class RefreshConfig:
     """When statistics are estimated anew."""
 
     kind: RefreshKind = "every"
-    """every: fixed intervals. adaptive: 001 Algorithms 1-2. staircase: 000 eq. 20.
-    late: 000 eq. 21. budget: as much as the overhead allows."""
+    """every: fixed intervals. adaptive: Osawa et al. 2020, algorithms 1-2. staircase,
+    late: Osawa et al. 2019, eq. 20 and 21. budget: as much as the overhead allows."""
     statistics: int = 1
     """every: steps between two estimates of a statistic."""
     inverses: int = 1
@@ -244,7 +248,7 @@ class ScheduleConfig:
     """The learning rate over time."""
 
     kind: ScheduleKind = "constant"
-    """constant, steps (003), polynomial (001 eq. 21) or cosine."""
+    """constant, steps, polynomial (Osawa et al. 2020, eq. 21) or cosine."""
     warmup_epochs: float = 0.0
     """Linear warmup from lr * warmup_start to lr."""
     warmup_start: float = 0.1
@@ -260,7 +264,7 @@ class ScheduleConfig:
     power: float = 1.0
     """polynomial: p_decay."""
     couple_momentum: bool = False
-    """Keep momentum / lr fixed (001 eq. 22)."""
+    """Keep momentum / lr fixed (Osawa et al. 2020, eq. 22)."""
 
     def __post_init__(self) -> None:
         warmup = self.warmup_epochs
@@ -331,7 +335,7 @@ class TrainConfig:
         require(self.log_every >= 1, "log_every", self.log_every, ">= 1")
         looks = self.diagnostics
         require(looks >= 0, "diagnostics", looks, ">= 0")
-        legal = "0 unless the optimizer is spngd or has kfac"
+        legal = "0 unless the optimizer is spngd, polar or has kfac"
         require(not looks or self.optimizer.curved, "diagnostics", looks, legal)
         require(self.timeout > 0, "timeout", self.timeout, "> 0")
         threads = self.threads
