@@ -14,6 +14,7 @@ from tests.world import RankError, run_world
 from torch import Tensor
 
 from natgrad.comm import CommError, CommOptions, Communicator, world_of
+from natgrad.flight import Spares
 from natgrad.plan import EXCHANGES, Plan, make_plan
 from natgrad.plan.buckets import make_buckets
 from natgrad.plan.hosts import nodes_of
@@ -585,3 +586,15 @@ def test_run_world_reports_failures() -> None:
         run_world(2, fail_on_one)
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] still run"):
         run_world(2, sleep, timeout=3)
+
+
+def test_spare_buffers_are_as_many_as_were_taken_at_once_whatever_their_sizes() -> None:
+    spares, cpu = Spares(), torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    for sizes in torch.randint(1, 100, (200, 3), generator=generator).tolist():
+        taken = [spares.take(size, torch.float32, cpu) for size in sizes]
+        assert all(x.numel() >= n for x, n in zip(taken, sizes, strict=True))
+        assert len({x.data_ptr() for x in taken}) == 3
+        for buffer in taken:
+            spares.give(buffer, cpu)
+    assert spares.elements < 3 * 100

@@ -71,6 +71,30 @@ def test_relative_damping_is_what_is_added_where_nothing_is() -> None:
     assert kfac.diagnostics()["blocks"]["0"]["damping"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_relative_damping_of_ekfac_is_that_of_the_mean_curvature(steps: int) -> None:
+    """Of K-FAC's scale at the first step, of S from the second on."""
+    model = mlp()
+    options = {"scale": "corrected", "damping_style": "relative", "trust": "none"}
+    optimizer, kfac = sgd(model, damping=0.2, refresh=natgrad.Every(1, 100), **options)
+    kfac.watch(every=1)
+    run(model, optimizer, range(steps))
+    means = [kfac.statistic(f"0/{k}")[0].diagonal().mean() for k in "AG"]
+    mean = means[0] * means[1] if steps == 1 else kfac.statistic("0/S").mean()
+    found = kfac.diagnostics()["blocks"]["0"]["damping"]
+    assert found == pytest.approx(0.2 * float(mean))
+
+
+def test_an_adaptive_rule_has_no_damping_to_compare_with_the_spectrum() -> None:
+    model = mlp()
+    optimizer, kfac = sgd(model, scale="adaptive")
+    kfac.watch(every=1)
+    run(model, optimizer, range(1))
+    found = kfac.diagnostics()["blocks"]["0"]
+    names = ("damping", "damping_ratio", "above_damping", "condition")
+    assert [found[name] for name in names] == [None] * 4
+
+
 def test_change_age_and_motion() -> None:
     model = mlp()
     optimizer, kfac = sgd(model, refresh=natgrad.Every(3, 3), decay=0.5)

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import natgrad
 from natgrad import KFAC, SPNGD, Every, Polar
+from natgrad.layers.conv import Conv
+from natgrad.layers.kind import LayerOptions
 from natgrad.math import rules
 from natgrad.math.inverse import damped_roots, track
 from natgrad.math.polar import polar, quintics
@@ -83,6 +85,18 @@ def test_six_steps_bring_singular_values_of_three_decades_to_one() -> None:
     values = torch.linalg.svdvals(polar(x))
     assert ((values - 1).abs() < 0.15).all()
     assert ((values - 1).abs()[0, :-4] < 0.01).all()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-15, 1e12, 1e30])
+def test_the_polar_factor_does_not_depend_on_scale(size: float) -> None:
+    """Squares of squares of such entries are zero or infinite in float32."""
+    x = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(polar(size * x), polar(x), rtol=0, atol=1e-5)
+
+
+def test_a_gradient_whose_square_is_lost_makes_no_large_update() -> None:
+    g = torch.full((1, 2, 3), 1e-25)
+    assert rules.adaptive_scale(g, g.square(), 1e-3).abs().max() < 1
 
 
 def test_each_quintic_alternates_between_its_largest_errors() -> None:
@@ -271,6 +285,28 @@ def test_corrected_has_the_exact_diagonal_of_the_fisher(name: str, style: str) -
             near(layer_gradient(model.layer), want)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_corrected_counts_positions_of_a_convolution_as_tokens(groups: int) -> None:
+    """Each position's gradient is squared by itself, a position at a time here."""
+    torch.manual_seed(0)
+    module = nn.Conv1d(4, 6, 3, padding=1, groups=groups).double()
+    x, g = (torch.randn(2, c, 5, dtype=torch.float64) for c in (4, 6))
+    n, m = 12 // groups + 1, 6 // groups
+    right, left = (
+        torch.linalg.qr(torch.randn(groups, k, k, dtype=torch.float64))[0]
+        for k in (n, m)
+    )
+    patches = F.unfold(x[:, :, None], (1, 3), padding=(0, 1))
+    want = torch.zeros(groups, m, n, dtype=torch.float64)
+    for e, t, s in itertools.product(range(2), range(5), range(groups)):
+        row = patches[e, s * (n - 1) : (s + 1) * (n - 1), t]
+        row = torch.cat((row, row.new_ones(1)))
+        v = torch.outer(g[e, s * m : (s + 1) * m, t], row)
+        want[s] += (left[s].T @ v @ right[s]).square()
+    kind = Conv(LayerOptions(loss="tokens"))
+    near(kind.scale_moment(module, x, g, right, left).reshape(want.shape), want)
+
+
 def test_corrected_counts_tokens_as_examples() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
@@ -453,6 +489,26 @@ def test_the_rest_of_kfac_may_be_scaled_too() -> None:
     kfac.step()
     scale = gradient.abs() + 1e-3 * gradient.square().mean().sqrt()
     near(model[1].weight.grad, gradient / scale)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_an_average_of_gradients_has_no_bias_whenever_it_begins(nesterov: bool) -> None:
+    """Weights add up to 1 for a late parameter too, and when momentum changes."""
+    model = nn.Linear(1, 1).double()
+    used, late = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
+    model.register_parameter("used", used)
+    model.register_parameter("late", late)
+    options: dict[str, Any] = {"nesterov": nesterov, "average": "gradient"}
+    optimizer = SPNGD(model, lr=1.0, momentum=0.95, **options)
+    for step in range(8):
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["momentum"] = 0.95 - 0.1 * step
+        before = [used.item(), late.item()]
+        loss = model(torch.ones(1, 1, dtype=torch.float64)).square().mean()
+        (loss + used + (late if step > 4 else 0)).sum().backward()
+        optimizer.step()
+        assert used.item() - before[0] == pytest.approx(-1.0)
+        assert late.item() - before[1] == pytest.approx(-1.0 if step > 4 else 0.0)
 
 
 # -- Polar -----------------------------------------------------------------------------

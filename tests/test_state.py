@@ -299,6 +299,8 @@ BAD_MOMENTUM: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "none": (lambda s: s["state"][1].update(velocity=None), "velocity of parameter 1"),
     "nan": (lambda s: s["state"][0]["velocity"].fill_(float("nan")), "finite tensor"),
+    "mass": (lambda s: s["state"][0].update(mass=7.0), r"mass=7.0 of parameter 0"),
+    "no mass": (lambda s: s["state"][0].pop("mass"), r"mass=None.*average='gradient'"),
     "lr": (lambda s: s["param_groups"][0].update(lr="fast"), "lr='fast'"),
     "momentum": (lambda s: s["param_groups"][0].update(momentum=1.5), "momentum=1.5"),
 }
@@ -308,7 +310,9 @@ BAD_MOMENTUM: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 def test_bad_momentum_or_groups_change_nothing(case: str) -> None:
     spoil, message = BAD_MOMENTUM[case]
     model, target = mlp(), mlp(seed=1)
-    optimizer, resumed = (natgrad.SPNGD(m, lr=0.02) for m in (model, target))
+    optimizer, resumed = (
+        natgrad.SPNGD(m, lr=0.02, average="gradient") for m in (model, target)
+    )
     train(model, optimizer, range(3))
     train(target, resumed, range(1))
     saved = through_a_file(optimizer.state_dict())

@@ -346,6 +346,8 @@ class Capture:
             yield
 
     def _scale(self, moments: dict[str, Tensor], call: Call) -> None:
+        if not moments:
+            return
         terms = self._terms or call.terms
         factor = call.scale * (1.0 if self._loss == "sum" else float(terms) ** 2)
         scaler = None if self._sampled else self._scaler

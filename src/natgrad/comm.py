@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from natgrad.comm_options import CommOptions
-from natgrad.flight import Flight, Stage
+from natgrad.flight import Flight, Spares, Stage
 from natgrad.plan import EXCHANGES, Plan
 from natgrad.plan.buckets import Bucket, make_buckets
 from natgrad.plan.hosts import nodes_of, rails_of
@@ -91,9 +91,9 @@ class Communicator:
         self.world = world_of(group)
         self.rank = rank_of(group)
         self.layout = lru_cache(maxsize=64)(_layouts(plan))
-        self.pool: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        self.spares = Spares()
         self._everyone = tuple(range(self.world))
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
         self.moved = Traffic()
         self._broken = False
         if self.world > 1:
@@ -224,11 +224,12 @@ class Communicator:
 
     # -- what a flight needs ----------------------------------------------------------
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream on which exchanges run on a GPU."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
+    def stream(self, device: torch.device, exchange: str) -> torch.cuda.Stream:
+        """The stream on which an exchange runs on a GPU."""
+        key = device, exchange
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(device)
+        return self._streams[key]
 
     @contextmanager
     def explained(self, doing: str) -> Generator[None]:

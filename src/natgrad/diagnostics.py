@@ -7,7 +7,7 @@ what training computes. What the numbers mean is said in ``docs/diagnostics.md``
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -240,7 +240,9 @@ class Probe:
             "condition": (largest + damping) / least if least else math.inf,
             "damping": damping,
             "damping_ratio": damping / largest if largest else math.nan,
-            "above_damping": spectrum.share_above(right, left, damping),
+            "above_damping": math.nan
+            if math.isnan(damping)
+            else spectrum.share_above(right, left, damping),
             "age": _largest(found, "age"),
             "inverse_age": _largest(found, "inverse_age"),
             "next": min(s["next"] for s in found),
@@ -248,12 +250,20 @@ class Probe:
         }
 
     def _damping(self, name: str) -> float:
-        """What is added where a block has no curvature: mostly lambda itself."""
+        """What is added where a block has no curvature: mostly lambda itself.
+
+        NaN for an ``"adaptive"`` rule, which adds to roots of second moments.
+        """
         statistics, block = self.engine.statistics, self.engine.block[name]
         states = [statistics.states[s.name] for s in block.spec.statistics]
-        if statistics.is_eigen(states[0]):
-            return statistics.damping_of(block)
-        return math.prod(statistics.factor_damping(s) for s in states)
+        if self.engine.preconditioner.is_adaptive(block):
+            return math.nan
+        if not statistics.is_eigen(states[0]):
+            return math.prod(statistics.factor_damping(s) for s in states)
+        damping = statistics.damping_of(block)
+        if self.engine.config.damping_style == "relative":
+            return damping * _mean_curvature(states)
+        return damping
 
     def _step(self, found: Mapping[str, float]) -> Record:
         gradient, update, product = (found[k] for k in BLOCK[:3])
@@ -316,6 +326,14 @@ class Probe:
 def _put(known: Tensor, change: Tensor) -> Tensor:
     known[0] = change
     return known
+
+
+def _mean_curvature(states: "Sequence[StatisticState]") -> float:
+    """What a relative damping of EKFAC is relative to: S, or the factors before it."""
+    *factors, scale = states
+    if scale.inverse is not None:
+        return scale.mean_eigenvalue
+    return math.prod(s.mean_eigenvalue for s in factors)
 
 
 def _largest(found: list[Record], key: str) -> float:

@@ -22,8 +22,10 @@ Note [Late contributions]
 Note [Streams]
     On a GPU a wait blocks the stream, not the host. So all stages of a bucket are
     issued as it leaves, in one order on all ranks, on a side stream that the current
-    one waits for in ``finish``. On a CPU a wait blocks, so later stages start when a
-    put or ``finish`` finds the earlier ones complete.
+    one waits for in ``finish``. Each exchange has a side stream of its own: on a common
+    one, two that interleave differently on two ranks would wait for each other. On a
+    CPU a wait blocks, so later stages start when a put or ``finish`` finds the earlier
+    ones complete.
 """
 
 from __future__ import annotations
@@ -42,6 +44,36 @@ if TYPE_CHECKING:
     from natgrad.comm import Communicator
 
 Stage = Callable[[], list[Any]]
+
+
+class Spares:
+    """Buffers that are used again: as many as were ever taken at once, and no more.
+
+    What is exchanged differs from step to step, and so do sizes.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """At least ``size`` elements: the smallest that is free, or a new one."""
+        free = self._free.setdefault((dtype, device), [])
+        free.sort(key=Tensor.numel)
+        for i, buffer in enumerate(free):
+            if buffer.numel() >= size:
+                return free.pop(i)
+        if free:
+            free.pop()  # all are too small: the new one takes the place of one
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def give(self, buffer: Tensor, device: torch.device) -> None:
+        """Give back what was taken for a device."""
+        self._free[buffer.dtype, device].append(buffer)
+
+    @property
+    def elements(self) -> int:
+        """In all free buffers."""
+        return sum(x.numel() for free in self._free.values() for x in free)
 
 
 class Flight:
@@ -276,7 +308,7 @@ class _Load:
         """Wait, and return what this rank receives."""
         self.advance(wait=True)
         if self._device.type == "cuda":
-            side = self._comm.stream(self._device)
+            side = self._comm.stream(self._device, self._exchange)
             torch.cuda.current_stream(self._device).wait_stream(side)
         bucket, rank = self.bucket, self._comm.rank
         full = self._wire.to(self._dtype)
@@ -284,20 +316,18 @@ class _Load:
             # Copied: a view would keep all of the bucket for this rank's small part.
             got = [p.name for p in bucket.parcels if p.peer == rank]
             results = {name: full[bucket.slots[name]].clone() for name in got}
-            self._comm.pool[self._key].append(self._buffer)
+            self._comm.spares.give(self._taken, self._device)
             return results
         shared = bucket.kind == "all_reduce"
         got = [p.name for p in bucket.parcels if shared or p.peer != rank]
         return {name: full[bucket.slots[name]] for name in got}
 
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return self.bucket.elements, self._dtype, self._device
-
     def _take(self) -> Tensor:
-        pool = self._comm.pool[self._key] if self.bucket.kind == "reduce" else []
-        size, dtype, device = self._key
-        return pool.pop() if pool else torch.empty(size, dtype=dtype, device=device)
+        size, dtype, device = self.bucket.elements, self._dtype, self._device
+        if self.bucket.kind != "reduce":  # what it brings is the caller's to keep
+            return torch.empty(size, dtype=dtype, device=device)
+        self._taken = self._comm.spares.take(size, dtype, device)
+        return self._taken[:size]
 
     @contextmanager
     def _side_stream(self) -> Generator[None]:
@@ -305,7 +335,7 @@ class _Load:
         if self._device.type != "cuda":
             yield
             return
-        side = self._comm.stream(self._device)
+        side = self._comm.stream(self._device, self._exchange)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             yield

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from natgrad.engine import Engine
 
 Check = Callable[[Mapping[str, Any]], None]
+# What SPNGD keeps of a parameter: momentum and, where that averages gradients, the sum
+# of the weights that they have in it.
+VELOCITY, MASS = "velocity", "mass"
 _PASSENGERS: WeakKeyDictionary[Optimizer, "ref[Engine]"] = WeakKeyDictionary()
 
 
@@ -160,11 +163,12 @@ def require_setting(group: Mapping[str, Any], name: str, below: float) -> None:
 
 
 def require_momentum(
-    optimizer: Optimizer, engine: "Engine", state: Mapping[str, Any]
+    optimizer: Optimizer, engine: "Engine", averages: bool, state: Mapping[str, Any]
 ) -> None:
     """Raise unless the groups and the momentum that `SPNGD` saved can be gone on with.
 
     A rank needs the momentum only of what it works on; of the rest there may be none.
+    ``averages``: whether it averages gradients.
     """
     workers, rank = engine.plan.workers, engine.comm.rank
     away = [b for b in engine.blocks if rank not in workers[b.name]]
@@ -174,13 +178,24 @@ def require_momentum(
         require_setting(saved, "weight_decay", math.inf)
         for number, p in zip(saved["params"], own["params"], strict=True):
             entry = state["state"].get(number, {})
-            missing = "velocity" not in entry
-            missing |= id(p) in idle and entry.get("velocity") is None
-            if not (missing or _fits(entry["velocity"], p)):
+            missing = VELOCITY not in entry
+            missing |= id(p) in idle and entry.get(VELOCITY) is None
+            if not (missing or _fits(entry[VELOCITY], p)):
                 raise ValueError(
                     f"Invalid velocity of parameter {number} in the saved optimizer "
                     f"state. Must be a finite tensor of shape {tuple(p.shape)}."
                 )
+            mass: Any = entry.get(MASS)
+            if averages and not (missing or _is_share(mass)):
+                raise ValueError(
+                    f"Invalid mass={mass!r} of parameter {number} in the saved "
+                    "optimizer state. Must be a number in [0, 1], as saved with "
+                    "average='gradient'."
+                )
+
+
+def _is_share(x: Any) -> bool:
+    return isinstance(x, int | float) and 0 <= x <= 1
 
 
 def _fits(x: Any, p: Tensor) -> bool:

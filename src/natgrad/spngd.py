@@ -22,7 +22,7 @@ from natgrad.engine import Engine
 from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.statistics import widen
-from natgrad.optimizer_state import require_momentum, travel_with
+from natgrad.optimizer_state import MASS, VELOCITY, require_momentum, travel_with
 from natgrad.parameter_state import only_initialises
 from natgrad.plan import Strategy
 from natgrad.refresh import Adaptive, Refresh
@@ -156,7 +156,7 @@ class SPNGD(Inspectable, Optimizer):
         )
         with self.engine.closing_on_error():
             self._group_of()  # raises if a block is in no group
-        check = partial(require_momentum, self, self.engine)
+        check = partial(require_momentum, self, self.engine, average == "gradient")
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
 
@@ -210,21 +210,27 @@ class SPNGD(Inspectable, Optimizer):
         return gradients
 
     def _averaged(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """With ``average="gradient"``, the running averages, without their bias."""
+        """With ``average="gradient"``, the running averages, without their bias.
+
+        They are divided by the sum of their weights, which each parameter has its own
+        of: it may get its first gradient late, and momentum may change.
+        """
         if self.average == "update":
             return gradients
         averages: dict[int, Tensor] = {}
         for group, params, grads in self._by_group(gradients):
-            momentum, last = group["momentum"], self.engine.step + 1
+            m = float(group["momentum"])
             velocity = [self._velocity(p) for p in params]
-            foreach.scale_(velocity, momentum)
-            foreach.add_(velocity, grads, 1 - momentum)
+            foreach.scale_(velocity, m)
+            foreach.add_(velocity, grads, 1 - m)
+            for p in params:
+                self.state[p][MASS] = m * self.state[p][MASS] + 1 - m
+            masses = [self.state[p][MASS] for p in params]
             if self.nesterov:
-                ahead = foreach.scaled(velocity, momentum)
-                foreach.add_(ahead, grads, 1 - momentum)
-                foreach.scale_(ahead, 1 / (1 - momentum ** (last + 1)))
-            else:
-                ahead = foreach.scaled(velocity, 1 / (1 - momentum**last))
+                velocity = foreach.scaled(velocity, m)
+                foreach.add_(velocity, grads, 1 - m)
+                masses = [m * mass + 1 - m for mass in masses]
+            ahead = foreach.divided(velocity, masses)
             averages |= {id(p): x for p, x in zip(params, ahead, strict=True)}
         return {
             name: block.fold([averages[id(p)] for p in block.parameters])
@@ -286,9 +292,11 @@ class SPNGD(Inspectable, Optimizer):
         In float32 or better.
         """
         state = self.state[p]
-        if "velocity" not in state:
-            state["velocity"] = torch.zeros_like(widen(p))
-        return state["velocity"]
+        if VELOCITY not in state:
+            state[VELOCITY] = torch.zeros_like(widen(p))
+            if self.average == "gradient":
+                state[MASS] = 0.0
+        return state[VELOCITY]
 
     def _make_velocity(self) -> None:
         """That of every parameter that this rank updates."""
@@ -347,11 +355,18 @@ class SPNGD(Inspectable, Optimizer):
     def _gather_velocity(self) -> None:
         if self.engine.comm.world == 1:
             return
-        for block in self.engine.blocks:
-            source = self.engine.plan.workers[block.name][0]
-            for p in block.parameters:
-                velocity = self._velocity(p).contiguous()
-                self.state[p]["velocity"] = self.engine.comm.broadcast(velocity, source)
+        comm, first = self.engine.comm, self.engine.plan.workers
+        sources = [
+            (p, first[b.name][0]) for b in self.engine.blocks for p in b.parameters
+        ]
+        for p, source in sources:
+            velocity = self._velocity(p).contiguous()
+            self.state[p][VELOCITY] = comm.broadcast(velocity, source)
+        if self.average == "gradient":
+            held = [self.state[p][MASS] if r == comm.rank else 0.0 for p, r in sources]
+            masses = comm.agree(self.engine.like.new_tensor(held, dtype=torch.float64))
+            for (p, _), mass in zip(sources, masses.tolist(), strict=True):
+                self.state[p][MASS] = mass
 
     def _forget_foreign_velocity(self) -> None:
         """What a gather brought grows stale where this rank does not work."""
@@ -382,10 +397,10 @@ class SPNGD(Inspectable, Optimizer):
         numbers = [i for g in state_dict["param_groups"] for i in g["params"]]
         params = [p for g in self.param_groups for p in g["params"]]
         for i, p in zip(numbers, params, strict=True):
-            saved = state_dict["state"].get(i, {}).get("velocity")
+            saved = state_dict["state"].get(i, {}).get(VELOCITY)
             if saved is not None:
                 velocity = saved.to(p.device, widen(p).dtype, copy=True)
-                self.state[p]["velocity"] = velocity
+                self.state[p][VELOCITY] = velocity
 
     def __repr__(self) -> str:
         return Optimizer.__repr__(self)

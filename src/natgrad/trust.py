@@ -1,6 +1,7 @@
 """How long a step is, and a weight: the KL clip, each layer's norm, rescaling."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,10 +25,19 @@ def layer_trust(engine: Engine, updates: dict[str, Tensor]) -> dict[str, Tensor]
         return updates
     blocks = [engine.block[name] for name in names]
     sizes = torch.stack(foreach.norms([updates[name] for name in names]))
-    rows = sizes.new_tensor([b.spec.stack * b.spec.rows for b in blocks])
+    counts = tuple(b.spec.stack * b.spec.rows for b in blocks)
+    rows = _vector(counts, sizes.dtype, sizes.device)
     ratios = trust_ratio(_weight_norms(blocks, sizes), sizes, rows)
     scaled = foreach.multiplied([updates[name] for name in names], ratios.unbind())
     return updates | dict(zip(names, scaled, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _vector(
+    values: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Kept: to copy numbers to a GPU is to wait for it."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _weight_norms(blocks: Sequence[Block], like: Tensor) -> Tensor:

@@ -44,6 +44,26 @@ def linear_gradients(x: Tensor, g: Tensor) -> Iterator[Tensor]:
 
 def conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Iterator[Tensor]:
     """Of images ``(e, C, ...)`` and output gradients: ``(e, s, m, n)``."""
+    for patches, outputs in _conv_rows(x, g, geometry):
+        yield outputs.mT @ patches
+
+
+def conv_squares(
+    x: Tensor, g: Tensor, geometry: ConvGeometry, right: Tensor, left: Tensor
+) -> Tensor:
+    """`rank_one_squares` of a convolution whose positions are examples of their own."""
+    parts: list[Tensor] = []
+    for patches, outputs in _conv_rows(x, g, geometry):
+        xs = patches @ right if right.numel() else patches
+        gs = outputs @ left if left.numel() else outputs
+        parts.append((gs.square().mT @ xs.square()).sum(0))
+    return torch.stack(parts).sum(0).flatten(1)
+
+
+def _conv_rows(
+    x: Tensor, g: Tensor, geometry: ConvGeometry
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Patches ``(e, s, t, n)`` and output gradients ``(e, s, t, m)``, in parts."""
     groups = geometry.groups
     inputs = x.shape[1] // groups * geometry.taps
     size = max(x.shape[1] * geometry.taps * math.prod(g.shape[2:]), g[0].numel())
@@ -52,10 +72,9 @@ def conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Iterator[Ten
         padded = pad(xs, geometry.padding, mode)
         patches = windows(padded, geometry).reshape(len(xs), groups, inputs, -1)
         outputs = gs.reshape(len(gs), groups, g.shape[1] // groups, -1)
-        gradient = outputs @ patches.mT
         if geometry.bias:
-            gradient = torch.cat((gradient, outputs.sum(-1, keepdim=True)), -1)
-        yield gradient
+            patches = torch.cat((patches, torch.ones_like(patches[:, :, :1])), 2)
+        yield patches.mT, outputs.mT
 
 
 def table_squares(indices: Tensor, g: Tensor, vocabulary: int, left: Tensor) -> Tensor:

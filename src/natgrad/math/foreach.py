@@ -20,6 +20,11 @@ def scaled(xs: Sequence[Tensor], factor: float) -> list[Tensor]:
     return list(torch._foreach_mul(list(xs), factor))
 
 
+def divided(xs: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
+    """``x / number``, each by its own."""
+    return list(torch._foreach_div(list(xs), list(numbers)))
+
+
 def multiply_(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
     """``x <- x * factor``, each with its own factor."""
     torch._foreach_mul_(list(xs), list(factors))

@@ -168,7 +168,12 @@ def _first_rung(
 
 def _shifts(dampings: list[float], like: Tensor) -> Tensor:
     """One damping for each of a stack; infinite, so not inverted, beyond its dtype."""
-    return torch.tensor(dampings, dtype=torch.float64).to(like)
+    wide, device = torch.float64, like.device
+    if len(set(dampings)) == 1:  # filled there: a copy to a GPU would wait for it
+        shifts = torch.full((len(dampings),), dampings[0], dtype=wide, device=device)
+    else:
+        shifts = torch.tensor(dampings, dtype=wide, device=device)
+    return shifts.to(like.dtype)
 
 
 def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:

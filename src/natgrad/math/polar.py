@@ -28,11 +28,14 @@ def polar(x: Tensor, steps: int = STEPS) -> Tensor:
 
     In bfloat16 on a GPU, else in the type of ``x``. After the six steps of the default
     every singular value above a thousandth of the bound on the largest, which is the
-    fourth root of the sum of their fourth powers, is within 2e-3 of 1.
+    fourth root of the sum of their fourth powers, is within 2e-3 of 1 in float32.
     """
     if x.shape[-2] > x.shape[-1]:
         return polar(x.mT, steps).mT
-    y = x.bfloat16() if x.is_cuda and x.dtype == torch.float32 else x
+    # Fourth powers of what is very small or large would be zero or infinite.
+    peak = x.abs().amax((-2, -1), keepdim=True)
+    y = x / torch.where(peak > 0, peak, 1.0)
+    y = y.bfloat16() if x.is_cuda and x.dtype == torch.float32 else y
     gram = y @ y.mT
     # The root of the Gram matrix' norm bounds the largest singular value, and is
     # nearer to it than the norm of x.

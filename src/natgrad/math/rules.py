@@ -9,7 +9,8 @@ empty tensor stands for the identity. ``W`` is any root of a damped inverse:
 import torch
 from torch import Tensor
 
-# Rows of a weight count with at least this norm, so that one that begins at zero moves.
+# A weight counts as if its rows had at least this norm in the root mean square, so that
+# one that begins at zero moves.
 LEAST_ROW = 0.1
 
 
@@ -31,11 +32,12 @@ def adaptive_scale(rotated: Tensor, square: Tensor, damping: float) -> Tensor:
     """``V / (sqrt(S) + damping rms)``, elementwise; rms is the root of the mean of S.
 
     S is the second moment of the gradient in the same basis, without bias. Entries
-    that never had a gradient stay as they are, zero.
+    that never had a gradient stay as they are, zero. The root counts as at least that
+    of the smallest normal number: squares below it are rounded to nothing.
     """
     root = square.sqrt()
     floor = damping * square.mean((1, 2), keepdim=True).sqrt()
-    least = torch.finfo(root.dtype).tiny
+    least = torch.finfo(root.dtype).tiny ** 0.5
     return rotated / (root + floor).clamp_min(least)
 
 
@@ -98,8 +100,8 @@ def trust_ratio(weight_norm: Tensor, update_norm: Tensor, rows: Tensor | int) ->
     """``|w| / |u|``: gives an update the norm of its weight (LARS, You et al. 2017).
 
     ``rows`` is the number of outputs; of several layers at once, all are vectors. A
-    weight that is (nearly) zero counts as if its rows had norm `LEAST_ROW`; an update
-    of zero stays zero.
+    weight whose rows have less than `LEAST_ROW` in the root mean square of their norms
+    counts as if they had that; an update of zero stays zero.
     """
     norm = weight_norm.clamp_min(LEAST_ROW * rows**0.5)
     return torch.where(update_norm > 0, norm / update_norm, 0.0)
