@@ -103,13 +103,13 @@ def test_one_product_for_equal_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     from natgrad import preconditioner
 
     stacks: list[int] = []
-    inner = preconditioner.multiply_right
+    inner = preconditioner.between
 
-    def count(v: Tensor, x: Tensor) -> Tensor:
+    def count(v: Tensor, *sides: Tensor | None) -> Tensor:
         stacks.append(len(v))
-        return inner(v, x)
+        return inner(v, *sides)
 
-    monkeypatch.setattr(preconditioner, "multiply_right", count)
+    monkeypatch.setattr(preconditioner, "between", count)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with KFAC(model, optimizer, damping_style="factored", norm="skip"):

@@ -24,7 +24,6 @@ from natgrad.planning import Planning
 from natgrad.preconditioner import Preconditioner
 from natgrad.registration import (
     register,
-    require_known,
     shape_of,
     statistics_like,
     warn_silent,
@@ -153,9 +152,10 @@ class Engine:
         """Mean gradients ``(s, m, n)`` of the blocks that this rank works on."""
         self._reduced = []
         if self._outbox.gradients is None:
-            local = {b.name: b.gradient() for b in self.blocks}
+            rank, workers = self.comm.rank, self.plan.workers
+            mine = [b for b in self.blocks if rank in workers[b.name]]
+            local = {b.name: b.gradient() for b in mine}
             return {name: g for name, g in local.items() if g is not None}
-        require_known(self.model, self.blocks)
         means = self._outbox.gradients.finish()
         self._reduced = list(means.values())
         return {
@@ -183,16 +183,6 @@ class Engine:
         old = self.preconditioner.bases()
         self.statistics.refresh(sums, verdict)
         self.preconditioner.follow(old)
-
-    def worked_on(
-        self, gradients: dict[str, Tensor], present: frozenset[str]
-    ) -> dict[str, Tensor]:
-        """The gradients of the blocks that this rank preconditions in this step."""
-        return {
-            name: g
-            for name, g in gradients.items()
-            if name in present and self.comm.rank in self.plan.workers[name]
-        }
 
     def precondition(
         self, directions: dict[str, Tensor], gradients: dict[str, Tensor]

@@ -213,7 +213,7 @@ class KFAC(Inspectable):
                 engine.skip_step()
                 return
             engine.refresh(sums, verdict)
-            gradients = engine.worked_on(gradients, verdict.present)
+            gradients = verdict.among(gradients)
             if unit is not None:
                 gradients = {name: g / unit for name, g in gradients.items()}
             updates = engine.precondition(gradients, gradients)

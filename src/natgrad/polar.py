@@ -116,8 +116,8 @@ class Polar(SPNGD):
 
     def _update(self, blocks: list[Block], updates: dict[str, Tensor]) -> None:
         weights = {id(b.parameters[0]) for b in blocks if b.is_factored}
-        for group, params, _ in self._by_group(updates):
-            decayed = [p for p in params if id(p) in weights]
+        for group in self.param_groups:
+            decayed = [p for p in group["params"] if id(p) in weights]
             if group["weight_decay"] and decayed:
                 foreach.scale_(decayed, 1 - group["lr"] * group["weight_decay"])
         super()._update(blocks, updates)

@@ -11,11 +11,10 @@ from natgrad.math.polar import polar
 from natgrad.math.precondition import (
     apply_eigen,
     descending,
-    multiply_left,
-    multiply_right,
 )
 from natgrad.math.rules import (
     adaptive_scale,
+    between,
     corrected_scale,
     into_basis,
     out_of_basis,
@@ -149,9 +148,7 @@ class Preconditioner:
             assert right is not None
             assert left is not None
             return apply_eigen(v, right, left, self.statistics.damping_of(group[0]))
-        if right is not None:
-            v = multiply_right(v, right[0])
-        return v if left is None else multiply_left(v, left[0])
+        return between(v, right[0] if right else None, left[0] if left else None)
 
     def _adaptive(self, group: list[Block], v: Tensor, gradient: Tensor) -> Tensor:
         """Adam's rule in the eigenbases of the factors."""

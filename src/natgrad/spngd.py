@@ -185,7 +185,7 @@ class SPNGD(Inspectable, Optimizer):
                 engine.skip_step()
                 return value
             engine.refresh(sums, verdict)
-            gradients = engine.worked_on(self._decayed(gradients), verdict.present)
+            gradients = self._decayed(verdict.among(gradients))
             directions = self._averaged(gradients)
             updates = engine.precondition(directions, gradients)
             updates = self._trusted(directions, updates)

@@ -42,6 +42,10 @@ class Verdict:
     forwards: int
     facts: tuple[float, ...] = ()
 
+    def among(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of blocks that have a gradient on some rank: the others are zeros."""
+        return {name: g for name, g in gradients.items() if name in self.present}
+
     def usable(self, name: str) -> bool:
         """Whether a due statistic was seen at all, and is finite."""
         known = name in self.seen and self.counts[name] > 0

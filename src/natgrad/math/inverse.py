@@ -275,9 +275,10 @@ def _climb(
 
 
 def _finite(inverse: Tensor) -> Tensor:
-    """Whether an inverse is finite, from its diagonal if it is a matrix.
+    """Whether an inverse, or a root of one, is finite: of a matrix, its diagonal.
 
-    Of a positive definite X, |x_ij| <= sqrt(x_ii x_jj): reading n entries is enough.
+    Of a positive definite X, |x_ij| <= sqrt(x_ii x_jj), and of a triangular root the
+    diagonal shows whether the factorisation failed: reading n entries is enough.
     """
     if inverse.dim() == 3:
         inverse = inverse.diagonal(dim1=-2, dim2=-1)

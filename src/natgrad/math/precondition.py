@@ -13,20 +13,6 @@ RESCALE_EPS = 1e-9
 RIGHT_ANGLE = 4.0
 
 
-def multiply_right(gradient: Tensor, inverse: Tensor) -> Tensor:
-    """``V X`` for a stack X ``(s, n, n)``, or a diagonal ``(s, n)``."""
-    if inverse.dim() == 2:
-        return gradient * inverse.unsqueeze(1)
-    return gradient @ inverse
-
-
-def multiply_left(gradient: Tensor, inverse: Tensor) -> Tensor:
-    """``X V`` for a stack X ``(s, m, m)``, or a diagonal ``(s, m)``."""
-    if inverse.dim() == 2:
-        return gradient * inverse.unsqueeze(2)
-    return inverse @ gradient
-
-
 def apply_eigen(
     gradient: Tensor, right: Inverse, left: Inverse, damping: float
 ) -> Tensor:

@@ -82,9 +82,18 @@ def moved_moment(
     return square
 
 
+def between(x: Tensor, right: Tensor | None, left: Tensor | None) -> Tensor:
+    """``L V R`` for V ``(s, m, n)``; L, R are stacks, diagonals ``(s, n)``, or None."""
+    if right is not None:
+        x = x * right.unsqueeze(1) if right.dim() == 2 else x @ right
+    if left is not None:
+        x = x * left.unsqueeze(2) if left.dim() == 2 else left @ x
+    return x
+
+
 def whiten(gradient: Tensor, right: Tensor | None, left: Tensor | None) -> Tensor:
     """``W_left^T V W_right``; roots ``(s, n, n)``, diagonal ``(s, n)``, or None."""
-    return _between(gradient, right, None if left is None else _transposed(left))
+    return between(gradient, right, None if left is None else _transposed(left))
 
 
 def whiten_back(polar: Tensor, right: Tensor | None, left: Tensor | None) -> Tensor:
@@ -93,7 +102,7 @@ def whiten_back(polar: Tensor, right: Tensor | None, left: Tensor | None) -> Ten
     Whatever roots W are taken, for P the polar factor of `whiten` this is the same:
     another root differs by an orthogonal matrix, which the polar factor passes on.
     """
-    return _between(polar, None if right is None else _transposed(right), left)
+    return between(polar, None if right is None else _transposed(right), left)
 
 
 def trust_ratio(weight_norm: Tensor, update_norm: Tensor, rows: Tensor | int) -> Tensor:
@@ -105,14 +114,6 @@ def trust_ratio(weight_norm: Tensor, update_norm: Tensor, rows: Tensor | int) ->
     """
     norm = weight_norm.clamp_min(LEAST_ROW * rows**0.5)
     return torch.where(update_norm > 0, norm / update_norm, 0.0)
-
-
-def _between(x: Tensor, right: Tensor | None, left: Tensor | None) -> Tensor:
-    if right is not None:
-        x = x * right.unsqueeze(1) if right.dim() == 2 else x @ right
-    if left is not None:
-        x = x * left.unsqueeze(2) if left.dim() == 2 else left @ x
-    return x
 
 
 def _transposed(root: Tensor) -> Tensor:
