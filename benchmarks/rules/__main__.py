@@ -15,8 +15,8 @@ batch, ``--contenders``) can be run in any order. ``report`` tabulates what ther
   warmup of a twentieth), one seed. A run that diverges is a miss and counts as one.
 - ``finals``: the best trial of each contender, by test accuracy, with fresh seeds,
   evaluated on the way; ``--tuned-on resnet8`` takes the trials of another model.
-- ``ablate``: `natgrad.Polar` with one ingredient exchanged, the learning rate tuned
-  anew for each.
+- ``ablate``: `natgrad.Polar` at momentum 0.95 with one ingredient exchanged, the
+  learning rate tuned anew for each.
 
 Seconds are the processor's: the machine may be shared.
 """

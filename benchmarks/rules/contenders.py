@@ -35,8 +35,11 @@ LR, DAMPING = "optimizer.lr", "curvature.damping"
 MOMENTUM: dict[str, Range] = {"1-optimizer.momentum": (0.02, 0.2)}
 TRUSTED: dict[str, Range] = {LR: (0.02, 0.4)}
 
-# Polar, spelled out as the options of SPNGD, and what each variant changes of it.
+# What the recipes had before the ablation found less of it to be better.
+BEFORE: dict[str, str] = {"optimizer.momentum": "0.95"}
+# Polar as it was then, as the options of SPNGD, and what each variant changes of it.
 POLAR: dict[str, str] = {
+    **BEFORE,
     "optimizer.name": "spngd",
     "optimizer.average": "gradient",
     "optimizer.nesterov": "True",
@@ -66,9 +69,15 @@ CONTENDERS: dict[str, Contender] = {
     "muon+trust": Contender(method="muon_trust", tuned={**TRUSTED, **MOMENTUM}),
     # at the momentum of the recipes, which is Polar's: one setting to tune, as there
     "muon+trust, only lr tuned": Contender(method="muon_trust", tuned=TRUSTED),
+    "muon+trust at momentum 0.95, only lr tuned": Contender(
+        method="muon_trust", tuned=TRUSTED, fixed=BEFORE
+    ),
     "soap": Contender(method="soap", tuned={LR: (2e-3, 6e-2), **MOMENTUM}),
     "soap+trust": Contender(method="soap_trust", tuned={**TRUSTED, **MOMENTUM}),
     "soap+trust, only lr tuned": Contender(method="soap_trust", tuned=TRUSTED),
+    "soap+trust at momentum 0.95, only lr tuned": Contender(
+        method="soap_trust", tuned=TRUSTED, fixed=BEFORE
+    ),
     # without momentum, which it mixes with plain gradients and diverges by
     "shampoo": Contender(
         method="shampoo",
@@ -79,6 +88,12 @@ CONTENDERS: dict[str, Contender] = {
     "polar": Contender(method="polar", tuned={**TRUSTED, DAMPING: (0.1, 10.0)}),
     # its defaults: what a user gets who tunes the learning rate alone
     "polar, only lr tuned": Contender(method="polar", tuned=TRUSTED),
+    "polar at momentum 0.95": Contender(
+        method="polar", tuned={**TRUSTED, DAMPING: (0.1, 10.0)}, fixed=BEFORE
+    ),
+    "polar at momentum 0.95, only lr tuned": Contender(
+        method="polar", tuned=TRUSTED, fixed=BEFORE
+    ),
     "kfac+adam+trust": Contender(
         method="polar", tuned={**TRUSTED, **MOMENTUM}, fixed={**POLAR, **ADAM}
     ),
@@ -115,6 +130,11 @@ VARIANTS: dict[str, tuple[dict[str, str], Range]] = {
     "trust: none": ({"curvature.trust": "none"}, (0.01, 1.0)),
     "momentum of the update": ({"optimizer.average": "update"}, (0.0025, 0.02)),
     "momentum 0.9": ({"optimizer.momentum": "0.9"}, (0.05, 0.4)),
+    "momentum 0.8": ({"optimizer.momentum": "0.8"}, (0.05, 0.4)),
+    "momentum 0.9, damping 0.3": (
+        {"optimizer.momentum": "0.9", DAMPING: "0.3"},
+        (0.05, 0.4),
+    ),
     "no Nesterov": ({"optimizer.nesterov": "False"}, (0.05, 0.4)),
     "statistics every step": (
         {"refresh.statistics": "1", "refresh.inverses": "1"},

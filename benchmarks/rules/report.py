@@ -19,6 +19,7 @@ from benchmarks.rules.outcomes import Outcome, read_outcomes
 RESULTS = Path(__file__).parents[1] / "results"
 LEDGER = RESULTS / "rules.jsonl"
 DEFAULTS = "polar, only lr tuned"
+POLARS = [name for name in CONTENDERS if name.startswith("polar")]
 Known = Mapping[str, Outcome]
 Curves = dict[str, tuple[list[float], list[float]]]
 
@@ -95,7 +96,7 @@ def defaults_table(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
         if own is None:
             continue
         others = {DEFAULTS: own}
-        for stage, names in (("tune", ["polar"]), ("ablate", [*ABLATIONS])):
+        for stage, names in (("tune", POLARS), ("ablate", ABLATIONS)):
             for name in names:
                 if (best := best_trial(known, setting, stage, name)) is not None:
                     others[name] = best
@@ -183,7 +184,10 @@ def write(ledger: Path, results: Path) -> None:
         text += tuning_table(known, setting, CONTENDERS, "tune")
         ablations = [*tuning_table(known, setting, ABLATIONS, "ablate")]
         if ablations:
-            text += ["\nPolar with one ingredient exchanged:\n", *ablations]
+            text += [
+                "\nPolar at momentum 0.95 with one ingredient exchanged:\n",
+                *ablations,
+            ]
         if found := curves(known, setting):
             panels[setting.title] = found
     results.mkdir(exist_ok=True)

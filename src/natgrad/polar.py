@@ -60,7 +60,7 @@ class Polar(SPNGD):
         model: nn.Module,
         lr: float,
         *,
-        momentum: float = 0.95,
+        momentum: float = 0.9,
         weight_decay: float = 0.0,
         damping: config.Damping = 1.0,
         decay: float = 0.8,

@@ -23,7 +23,7 @@ def rules(large: bool) -> dict[str, Rule]:
     lr = 0.4 if large else 0.1
     kfac = CurvatureConfig(damping=0.03, kl_clip=1e-2, norm="unit")
     spngd = CurvatureConfig(damping=0.03, damping_style="factored", norm="unit")
-    ahead: dict[str, Any] = {"momentum": 0.95, "nesterov": True}
+    ahead: dict[str, Any] = {"momentum": 0.9, "nesterov": True}
     often = RefreshConfig(statistics=1, inverses=5 if large else 10)
     return {
         "sgd": Rule(optimizer=OptimizerConfig(lr=lr, weight_decay=5e-4)),
