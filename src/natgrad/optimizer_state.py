@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from natgrad.engine import Engine
 
 Check = Callable[[Mapping[str, Any]], None]
-# What SPNGD keeps of a parameter: momentum and, where that averages gradients, the sum
-# of the weights that they have in it.
-VELOCITY, MASS = "velocity", "mass"
 _PASSENGERS: WeakKeyDictionary[Optimizer, "ref[Engine]"] = WeakKeyDictionary()
 
 
@@ -160,44 +157,3 @@ def require_setting(group: Mapping[str, Any], name: str, below: float) -> None:
             f"Invalid {name}={value!r} in a saved parameter group. Must be a number "
             f"in [0, {below:g})."
         )
-
-
-def require_momentum(
-    optimizer: Optimizer, engine: "Engine", averages: bool, state: Mapping[str, Any]
-) -> None:
-    """Raise unless the groups and the momentum that `SPNGD` saved can be gone on with.
-
-    A rank needs the momentum only of what it works on; of the rest there may be none.
-    ``averages``: whether it averages gradients.
-    """
-    workers, rank = engine.plan.workers, engine.comm.rank
-    away = [b for b in engine.blocks if rank not in workers[b.name]]
-    idle = {id(p) for block in away for p in block.parameters}
-    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        require_setting(saved, "momentum", 1.0)
-        require_setting(saved, "weight_decay", math.inf)
-        for number, p in zip(saved["params"], own["params"], strict=True):
-            entry = state["state"].get(number, {})
-            missing = VELOCITY not in entry
-            missing |= id(p) in idle and entry.get(VELOCITY) is None
-            if not (missing or _fits(entry[VELOCITY], p)):
-                raise ValueError(
-                    f"Invalid velocity of parameter {number} in the saved optimizer "
-                    f"state. Must be a finite tensor of shape {tuple(p.shape)}."
-                )
-            mass: Any = entry.get(MASS)
-            if averages and not (missing or _is_share(mass)):
-                raise ValueError(
-                    f"Invalid mass={mass!r} of parameter {number} in the saved "
-                    "optimizer state. Must be a number in [0, 1], as saved with "
-                    "average='gradient'."
-                )
-
-
-def _is_share(x: Any) -> bool:
-    return isinstance(x, int | float) and 0 <= x <= 1
-
-
-def _fits(x: Any, p: Tensor) -> bool:
-    good = isinstance(x, Tensor) and x.is_floating_point() and x.shape == p.shape
-    return good and bool(x.isfinite().all())

@@ -22,7 +22,15 @@ from natgrad.engine import Engine
 from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.statistics import widen
-from natgrad.optimizer_state import MASS, VELOCITY, require_momentum, travel_with
+from natgrad.momentum import (
+    VELOCITY,
+    averaged,
+    gather_momentum,
+    require_momentum,
+    velocity_of,
+    worked_on,
+)
+from natgrad.optimizer_state import travel_with
 from natgrad.parameter_state import only_initialises
 from natgrad.plan import Strategy
 from natgrad.refresh import Adaptive, Refresh
@@ -174,7 +182,8 @@ class SPNGD(Inspectable, Optimizer):
                 value = closure()
         engine = self.engine
         if only_initialises(engine, self.param_groups):
-            self._make_velocity()
+            for p in worked_on(engine, mine=True):
+                self._velocity(p)
             return value
         with engine.attempt():
             require_known(engine.model, engine.blocks)
@@ -194,7 +203,9 @@ class SPNGD(Inspectable, Optimizer):
             with engine.meter("update"):
                 self._update(mine, updates)
             self._share_weights(mine, verdict.present, before)
-            self._forget_foreign_velocity()
+            # what a gather brought grows stale where this rank does not work
+            for p in worked_on(engine, mine=False):
+                self.state.pop(p, None)
             engine.end()
         return value
 
@@ -210,28 +221,14 @@ class SPNGD(Inspectable, Optimizer):
         return gradients
 
     def _averaged(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """With ``average="gradient"``, the running averages, without their bias.
-
-        They are divided by the sum of their weights, which each parameter has its own
-        of: it may get its first gradient late, and momentum may change.
-        """
+        """With ``average="gradient"``, the running averages, without their bias."""
         if self.average == "update":
             return gradients
         averages: dict[int, Tensor] = {}
         for group, params, grads in self._by_group(gradients):
             m = float(group["momentum"])
-            velocity = [self._velocity(p) for p in params]
-            foreach.scale_(velocity, m)
-            foreach.add_(velocity, grads, 1 - m)
-            for p in params:
-                self.state[p][MASS] = m * self.state[p][MASS] + 1 - m
-            masses = [self.state[p][MASS] for p in params]
-            if self.nesterov:
-                velocity = foreach.scaled(velocity, m)
-                foreach.add_(velocity, grads, 1 - m)
-                masses = [m * mass + 1 - m for mass in masses]
-            ahead = foreach.divided(velocity, masses)
-            averages |= {id(p): x for p, x in zip(params, ahead, strict=True)}
+            found = averaged(self.state, params, grads, m, self.nesterov)
+            averages |= {id(p): x for p, x in zip(params, found, strict=True)}
         return {
             name: block.fold([averages[id(p)] for p in block.parameters])
             for name, block in ((name, self.engine.block[name]) for name in gradients)
@@ -287,24 +284,7 @@ class SPNGD(Inspectable, Optimizer):
             foreach.add_(params, velocity)
 
     def _velocity(self, p: Tensor) -> Tensor:
-        """v = w(t) - w(t-1), or the average of gradients; at first zero.
-
-        In float32 or better.
-        """
-        state = self.state[p]
-        if VELOCITY not in state:
-            state[VELOCITY] = torch.zeros_like(widen(p))
-            if self.average == "gradient":
-                state[MASS] = 0.0
-        return state[VELOCITY]
-
-    def _make_velocity(self) -> None:
-        """That of every parameter that this rank updates."""
-        rank, workers = self.engine.comm.rank, self.engine.plan.workers
-        for block in self.engine.blocks:
-            if rank in workers[block.name]:
-                for p in block.parameters:
-                    self._velocity(p)
+        return velocity_of(self.state, p, self.average == "gradient")
 
     def _rescale(self, blocks: list[Block]) -> None:
         """eq. 24; the rescaling is part of the last change of w, if that is kept."""
@@ -353,28 +333,7 @@ class SPNGD(Inspectable, Optimizer):
         self._gather_velocity()
 
     def _gather_velocity(self) -> None:
-        if self.engine.comm.world == 1:
-            return
-        comm, first = self.engine.comm, self.engine.plan.workers
-        sources = [
-            (p, first[b.name][0]) for b in self.engine.blocks for p in b.parameters
-        ]
-        for p, source in sources:
-            velocity = self._velocity(p).contiguous()
-            self.state[p][VELOCITY] = comm.broadcast(velocity, source)
-        if self.average == "gradient":
-            held = [self.state[p][MASS] if r == comm.rank else 0.0 for p, r in sources]
-            masses = comm.agree(self.engine.like.new_tensor(held, dtype=torch.float64))
-            for (p, _), mass in zip(sources, masses.tolist(), strict=True):
-                self.state[p][MASS] = mass
-
-    def _forget_foreign_velocity(self) -> None:
-        """What a gather brought grows stale where this rank does not work."""
-        rank, workers = self.engine.comm.rank, self.engine.plan.workers
-        for block in self.engine.blocks:
-            if rank not in workers[block.name]:
-                for p in block.parameters:
-                    self.state.pop(p, None)
+        gather_momentum(self.state, self.engine, self.average == "gradient")
 
     def _group_of(self) -> dict[int, dict[str, Any]]:
         groups = {id(p): g for g in self.param_groups for p in g["params"]}
