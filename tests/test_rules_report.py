@@ -7,7 +7,7 @@ from benchmarks.rules import jobs
 from benchmarks.rules.contenders import CONTENDERS
 from benchmarks.rules.outcomes import Evaluation, Outcome, append_outcome, read_outcomes
 from benchmarks.rules.report import (
-    common_target,
+    common_targets,
     defaults_table,
     finals_table,
     overview_table,
@@ -59,13 +59,14 @@ def test_a_miss_is_counted_and_never_chosen() -> None:
     assert table.index("| muon+trust |") < table.index("| muon |")
 
 
-def test_the_target_is_one_that_half_of_the_rules_reach_with_every_seed() -> None:
+def test_targets_are_what_all_and_what_half_of_the_rules_reach() -> None:
     finals = {
         "a": [outcome("final-a-r1", 30.0, 52.5), outcome("final-a-r2", 51.9)],
         "b": [outcome("final-b-r1", 49.2)],
         "c": [outcome("final-c-r1", 20.0), outcome("final-c-r2", ending="diverged")],
     }
-    assert common_target(finals) == 49.0
+    assert common_targets(finals) == [0.0, 49.0]
+    assert common_targets({"a": finals["a"]}) == [51.0]
 
 
 def test_steps_to_the_target_are_means_over_the_seeds_that_reach_it() -> None:
@@ -74,7 +75,7 @@ def test_steps_to_the_target_are_means_over_the_seeds_that_reach_it() -> None:
         outcome("final-sgd-r2", 50.0, 50.0, 50.0),
     )
     table = "".join(finals_table(ones, SETTING))
-    assert "those to 50%" in table
+    assert "| steps to 50% |" in table
     assert "| sgd | 50.0 (50.0 to 50.0) | 1.500 | 20 | 10 | 2 of 2 | 500 |" in table
 
 
