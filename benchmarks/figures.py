@@ -87,10 +87,11 @@ def accuracy_figure(panels: Mapping[str, Mapping[str, Line]], path: Path) -> Non
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
-        for name, (x, y) in curves.items():
+        for i, (name, (x, y)) in enumerate(curves.items(), start=1):
             own = name.startswith("polar")
-            width, colour = (2.2, BLUES[0]) if own else (1.0, None)
-            axis.plot(x, y, linewidth=width, color=colour, label=name)
+            width, colour = (2.2, BLUES[0]) if own else (1.0, f"C{i}")
+            style = "--" if "0.95" in name else "-"
+            axis.plot(x, y, style, linewidth=width, color=colour, label=name)
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("steps", fontsize=8)
         axis.set_ylabel("test accuracy, %", fontsize=8)
