@@ -347,7 +347,7 @@ class Capture:
 
     def _scale(self, moments: dict[str, Tensor], call: Call) -> None:
         if not moments:
-            return
+            return  # and ask no scaler, which is a synchronisation
         terms = self._terms or call.terms
         factor = call.scale * (1.0 if self._loss == "sum" else float(terms) ** 2)
         scaler = None if self._sampled else self._scaler

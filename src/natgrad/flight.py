@@ -70,11 +70,6 @@ class Spares:
         """Give back what was taken for a device."""
         self._free[buffer.dtype, device].append(buffer)
 
-    @property
-    def elements(self) -> int:
-        """In all free buffers."""
-        return sum(x.numel() for free in self._free.values() for x in free)
-
 
 class Flight:
     """Made by `Communicator.begin`: put items, then finish."""

@@ -18,7 +18,12 @@ from natgrad.math.convolution import (
     conv_output_moment,
     positions,
 )
-from natgrad.math.examples import conv_gradients, conv_squares, squares_in_basis
+from natgrad.math.examples import (
+    conv_gradients,
+    conv_rows,
+    rank_one_squares,
+    squares_in_basis,
+)
 
 
 class Conv(Kronecker):
@@ -68,7 +73,7 @@ class Conv(Kronecker):
         geometry = geometry_of(module)
         x, g = (_batched(t, len(geometry.kernel)) for t in (x, g))
         if self.options.loss == "tokens":
-            return conv_squares(x, g, geometry, right, left)
+            return rank_one_squares(conv_rows(x, g, geometry), right, left)
         return squares_in_basis(conv_gradients(x, g, geometry), right, left)
 
 

@@ -58,8 +58,8 @@ class Linear(Kronecker):
         if optional_parameter(module, "bias") is not None:
             x = torch.cat((x, torch.ones_like(x[..., :1])), -1)
         if x.dim() == 2 or self.options.loss == "tokens":
-            x, g = x.flatten(0, -2), g.flatten(0, -2)
-            return rank_one_squares(x, g, right, left)
+            rows = x.flatten(0, -2)[None, None], g.flatten(0, -2)[None, None]
+            return rank_one_squares([rows], right, left)
         gradients = linear_gradients(x.flatten(1, -2), g.flatten(1, -2))
         return squares_in_basis(gradients, right, left)
 

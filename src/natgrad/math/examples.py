@@ -28,11 +28,19 @@ def squares_in_basis(
     return torch.stack(parts).sum(0).flatten(1)
 
 
-def rank_one_squares(x: Tensor, g: Tensor, right: Tensor, left: Tensor) -> Tensor:
-    """The same for V = g x^T, rows ``(e, n)`` and ``(e, m)``: two small products."""
-    x = x @ right[0] if right.numel() else x
-    g = g @ left[0] if left.numel() else g
-    return (g.square().mT @ x.square()).reshape(1, -1)
+def rank_one_squares(
+    rows: Iterable[tuple[Tensor, Tensor]], right: Tensor, left: Tensor
+) -> Tensor:
+    """The same where each position is an example, V = g x^T: two small products.
+
+    ``rows`` are x ``(e, s, t, n)`` and g ``(e, s, t, m)``, in parts.
+    """
+    parts: list[Tensor] = []
+    for x, g in rows:
+        x = x @ right if right.numel() else x
+        g = g @ left if left.numel() else g
+        parts.append((g.square().mT @ x.square()).sum(0))
+    return torch.stack(parts).sum(0).flatten(1)
 
 
 def linear_gradients(x: Tensor, g: Tensor) -> Iterator[Tensor]:
@@ -44,23 +52,11 @@ def linear_gradients(x: Tensor, g: Tensor) -> Iterator[Tensor]:
 
 def conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Iterator[Tensor]:
     """Of images ``(e, C, ...)`` and output gradients: ``(e, s, m, n)``."""
-    for patches, outputs in _conv_rows(x, g, geometry):
+    for patches, outputs in conv_rows(x, g, geometry):
         yield outputs.mT @ patches
 
 
-def conv_squares(
-    x: Tensor, g: Tensor, geometry: ConvGeometry, right: Tensor, left: Tensor
-) -> Tensor:
-    """`rank_one_squares` of a convolution whose positions are examples of their own."""
-    parts: list[Tensor] = []
-    for patches, outputs in _conv_rows(x, g, geometry):
-        xs = patches @ right if right.numel() else patches
-        gs = outputs @ left if left.numel() else outputs
-        parts.append((gs.square().mT @ xs.square()).sum(0))
-    return torch.stack(parts).sum(0).flatten(1)
-
-
-def _conv_rows(
+def conv_rows(
     x: Tensor, g: Tensor, geometry: ConvGeometry
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Patches ``(e, s, t, n)`` and output gradients ``(e, s, t, m)``, in parts."""
