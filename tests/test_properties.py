@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from natgrad import KFAC, SPNGD, Every
+from natgrad.math.statistics import enough_examples
 
 # -- properties of the step ------------------------------------------------------------
 
@@ -565,3 +566,66 @@ def test_subsampling_looks_at_every_other_example() -> None:
     which = [torch.allclose(a, half[0]) for half in halves].index(True)
     near(a, halves[which][0])
     near(g, halves[which][1])
+
+
+@pytest.mark.parametrize(
+    ("size", "positions", "enough"),
+    [(10, 1, 64), (785, 1, 1570), (576, 64, 64), (4608, 49, 189), (1, 1, 64)],
+)
+def test_enough_examples_span_a_factor_twice(
+    size: int, positions: int, enough: int
+) -> None:
+    assert enough_examples(size, positions) == enough
+    assert enough * positions >= 2 * size
+
+
+def looked_at(x: Tensor, a: Tensor, stride: int) -> list[int]:
+    """The starts from which every so many-th row of x gives the statistic a."""
+    ones = torch.cat([x, torch.ones(len(x), 1).double()], 1)
+    parts = [ones[start::stride] for start in range(stride)]
+    means = [part.T @ part / len(part) for part in parts]
+    return [i for i, mean in enumerate(means) if torch.allclose(a.squeeze(0), mean)]
+
+
+def test_without_a_number_each_layer_looks_at_as_many_examples_as_it_needs() -> None:
+    """64 of 512 where inputs and outputs are few; two for each of 100 inputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(99, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(512, 99).double(), torch.randint(3, (512,))
+    hidden = torch.tanh(model[0](x)).detach()
+    with kfac_of(model, subsample=None) as kfac:
+        F.cross_entropy(model(x), y).backward()
+        kfac.step()
+        assert len(looked_at(x, kfac.statistic("0/A"), 512 // 200)) == 1
+        assert len(looked_at(hidden, kfac.statistic("2/A"), 512 // 64)) == 1
+
+
+def test_micro_batches_share_what_a_step_needs() -> None:
+    """From the second step on, when it is known how many there are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2)).double()
+    x, y = torch.randn(512, 3).double(), torch.randint(2, (512,))
+    with kfac_of(model, subsample=None, decay=0.0) as kfac:
+        rows = []
+        for _ in range(2):
+            for part in range(4):
+                block = slice(128 * part, 128 * (part + 1))
+                (F.cross_entropy(model(x[block]), y[block]) / 4).backward()
+            rows.append(kfac.engine.capture.current.positions["0/A"])
+            kfac.step()
+            model.zero_grad()
+    assert rows == [4 * 64, 4 * 16]
+
+
+def test_a_small_batch_and_an_embedding_are_looked_at_whole() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 2)).double()
+    x, y = torch.randint(5, (300, 2)), torch.randint(2, (300,))
+    with kfac_of(model, subsample=None) as kfac:
+        F.cross_entropy(model(x), y).backward()
+        positions = kfac.engine.capture.current.positions
+        assert positions == {"0/A": 600, "2/A": 75}
+        kfac.step()
+        model.zero_grad()
+        F.cross_entropy(model(x[:100]), y[:100]).backward()
+        assert kfac.engine.capture.current.positions == {"0/A": 200, "2/A": 100}

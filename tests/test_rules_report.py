@@ -1,5 +1,6 @@
 """The ledger of `benchmarks.rules`: what is kept, what is chosen, what is tabulated."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,25 @@ from benchmarks.rules.report import (
     defaults_table,
     finals_table,
     overview_table,
+    schedules_table,
     tuning_table,
 )
 
 SETTING = jobs.Setting(data="cifar10", model="resnet8", batch=512, steps=48)
 
 
-def outcome(name: str, *accuracies: float, ending: str = "done") -> Outcome:
+def outcome(
+    name: str,
+    *accuracies: float,
+    ending: str = "done",
+    setting: jobs.Setting = SETTING,
+) -> Outcome:
     tests = [
         Evaluation(step=10 * i, loss=2 - a / 100, accuracy=a, cpu_seconds=5.0 * i)
         for i, a in enumerate(accuracies, start=1)
     ]
     return Outcome(
-        name=f"{SETTING.name}-{name}",
+        name=f"{setting.name}-{name}",
         settings={"optimizer.lr": "0.1"},
         ending=ending,
         steps=10 * len(accuracies),
@@ -110,6 +117,59 @@ def test_how_far_the_defaults_are_behind_is_of_the_best_that_was_tried() -> None
     )
     table = "".join(defaults_table(ones, [SETTING]))
     assert "48 steps | 48.0 | 0.1 | 50.0 | damping 10 | 4.0% |" in table
+
+
+def test_the_shortest_whole_schedule_that_reaches_what_others_come_to() -> None:
+    long = SETTING
+    short, other = (
+        dataclasses.replace(SETTING, steps=n, model=model)
+        for n, model in ((24, "resnet8"), (24, "resnet20"))
+    )
+    ones = known(
+        outcome("final-soap-r1", 46.0),
+        outcome("final-soap-r2", 47.06),
+        outcome("final-polar-r1", 52.0),
+        outcome("final-muon-r1", 45.0),
+        outcome("final-lars-r1", 99.0, ending="diverged"),
+        outcome("final-polar-r1", 46.6, setting=short),
+        outcome("final-polar-r2", 46.8, setting=short),
+        outcome("final-soap-r1", 41.0, setting=short),
+    )
+    table = "".join(schedules_table(ones, [short, long]))
+    assert table.splitlines() == [
+        "| rule | 24 steps | 48 steps | steps to 46.5% | CPU s to it |",
+        "|---|---|---|---|---|",
+        "| polar | 46.7 | 52.0 | 24 | 5 |",
+        "| soap | 41.0 | 46.5 | 48 | 5 |",
+        "| muon | - | 45.0 | - | - |",
+    ]
+    assert not [*schedules_table(ones, [other, long])]
+    assert (short.place, other.place) == (
+        "cifar10, resnet8, batch 512",
+        "cifar10, resnet20, batch 512",
+    )
+
+
+def test_a_model_may_be_named_with_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "training_examples", lambda _: 50_000)
+    narrow = dataclasses.replace(SETTING, model="resnet8w8")
+    assert narrow.title == "cifar10, resnet8 of width 8, batch 512, 48 steps"
+    command = " ".join(narrow.command("sgd", 0, 1))
+    assert "--model.name resnet8 --model.width 8 " in command
+    assert "width" not in " ".join(SETTING.command("sgd", 0, 1))
+
+
+def test_finals_can_take_the_trials_of_another_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs.Setting, "command", lambda self, *args: [])
+    ones = known(outcome("tune-sgd-t0", 40.0))
+    short = dataclasses.replace(SETTING, steps=24)
+    sgd = {"sgd": CONTENDERS["sgd"]}
+    assert not [*jobs.final_jobs(short, sgd, ones, 1, 1)]
+    (job,) = jobs.final_jobs(short, sgd, ones, 1, 1, SETTING)
+    assert job.name == f"{short.name}-final-sgd-r1"
+    assert job.settings == {"optimizer.lr": "0.1"}
 
 
 def test_every_contender_gets_the_same_points_and_is_tried_in_turn(

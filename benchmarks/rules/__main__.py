@@ -14,9 +14,11 @@ batch, ``--contenders``) can be run in any order. ``report`` tabulates what ther
   its own for the learning rate and one other setting; whole schedules (cosine after a
   warmup of a twentieth), one seed. A run that diverges is a miss and counts as one.
 - ``finals``: the best trial of each contender, by test accuracy, with fresh seeds,
-  evaluated on the way; ``--tuned-on resnet8`` takes the trials of another model.
-- ``ablate``: `natgrad.Polar` at momentum 0.95 with one ingredient exchanged, the
-  learning rate tuned anew for each.
+  evaluated on the way; ``--tuned-model`` and ``--tuned-steps`` take the trials of
+  another model or another number of steps. A schedule that is cut short is no whole
+  one, so steps to a target are those of the shortest whole schedule that reaches it.
+- ``ablate``: `natgrad.Polar` with one ingredient exchanged, the learning rate tuned
+  anew for each.
 
 Seconds are the processor's: the machine may be shared.
 """
@@ -24,6 +26,7 @@ Seconds are the processor's: the machine may be shared.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -86,7 +89,11 @@ def jobs_of(options: argparse.Namespace, setting: Setting) -> Iterator[Job]:
             known,
             options.seeds,
             options.evaluations,
-            options.tuned_on,
+            dataclasses.replace(
+                setting,
+                model=options.tuned_model or setting.model,
+                steps=options.tuned_steps or setting.steps,
+            ),
         )
     return tuning_jobs(setting, contenders, options.what, options.trials)
 
@@ -98,9 +105,14 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("what", choices=("tune", "finals", "ablate", "report"))
     parser.add_argument("--data", default="cifar10")
-    parser.add_argument("--model", default="", help="resnet8, or gpt for text")
     parser.add_argument(
-        "--tuned-on", default="", help="finals: the model that trials were run with"
+        "--model", default="", help="resnet8 (w8: of width 8), gpt for text"
+    )
+    parser.add_argument(
+        "--tuned-model", default="", help="finals: the model that trials were run with"
+    )
+    parser.add_argument(
+        "--tuned-steps", type=int, default=0, help="finals: the steps that trials had"
     )
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--steps", type=int, default=48)

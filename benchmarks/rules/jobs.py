@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
@@ -35,7 +34,20 @@ class Setting:
     @property
     def title(self) -> str:
         """For people."""
-        return f"{self.data}, {self.model}, batch {self.batch:,}, {self.steps} steps"
+        return f"{self.place}, {self.steps} steps"
+
+    @property
+    def place(self) -> str:
+        """All but the steps, for people."""
+        name, width = self.network
+        model = f"{name} of width {width}" if width else name
+        return f"{self.data}, {model}, batch {self.batch:,}"
+
+    @property
+    def network(self) -> tuple[str, str]:
+        """The model's name, and its width where the name ends with one: resnet8w8."""
+        name, _, width = self.model.partition("w")
+        return name, width
 
     @property
     def data_name(self) -> str:
@@ -45,6 +57,7 @@ class Setting:
     def command(self, method: str, seed: int, evaluations: int) -> list[str]:
         """What all runs have in common."""
         epochs = self.steps * self.batch / training_examples(self.data_name)
+        name, width = self.network
         options = {
             "steps": self.steps,
             "batch": self.batch,
@@ -52,7 +65,8 @@ class Setting:
             "seed": seed,
             "evaluate-every": epochs / evaluations,
             "checkpoint-every": 0,
-            "model.name": self.model,
+            "model.name": name,
+            **({"model.width": width} if width else {}),
             "schedule.warmup-epochs": epochs / 20,
         }
         recipe = f"{self.data}-{method}-{256 if self.data == 'text' else 2048}"
@@ -122,13 +136,13 @@ def final_jobs(
     known: Mapping[str, Outcome],
     seeds: int,
     evaluations: int,
-    tuned_on: str = "",
+    tuned: Setting | None = None,
 ) -> Iterator[Job]:
     """The best trial of each contender with seeds that it was not chosen by.
 
-    ``tuned_on`` names the model of the trials, where it is not the setting's own.
+    ``tuned`` is what the trials were of, where it is not the setting itself.
     """
-    tuned = dataclasses.replace(setting, model=tuned_on or setting.model)
+    tuned = tuned or setting
     for seed in range(1, seeds + 1):
         for name, contender in contenders.items():
             best = best_trial(known, tuned, "tune", name)

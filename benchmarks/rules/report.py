@@ -166,6 +166,48 @@ def _reached(runs: Sequence[Outcome], target: float) -> str:
     return f"{statistics.mean(t.step for t in found):.0f} | {seconds:.0f} | {count}"
 
 
+def schedules_table(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
+    """Where whole schedules of several lengths end, and the shortest to a target.
+
+    ``settings`` differ in steps alone. The target is the best that a rule that is not
+    ours comes to with the longest.
+    """
+    ends = {s.steps: _mean_ends(finals_of(known, s)) for s in settings}
+    ends = {steps: found for steps, found in ends.items() if found}
+    longest = max(ends, default=0)
+    rivals = [x for name, (x, _) in ends.get(longest, {}).items() if not _own(name)]
+    if len(ends) < 2 or not rivals:
+        return
+    target = math.floor(10 * max(rivals)) / 10
+    yield "| rule |" + "".join(f" {steps} steps |" for steps in ends)
+    yield f" steps to {target:.1f}% | CPU s to it |\n" + "|---" * (len(ends) + 3)
+    yield "|\n"
+    for name in sorted(ends[longest], key=lambda n: -ends[longest][n][0]):
+        row = {steps: found[name] for steps, found in ends.items() if name in found}
+        cells = [f"{row[steps][0]:.1f}" if steps in row else "-" for steps in ends]
+        first = next((n for n, (x, _) in row.items() if x >= target), None)
+        cells += [f"{first}", f"{row[first][1]:.0f}"] if first else ["-", "-"]
+        yield f"| {name} | " + " | ".join(cells) + " |\n"
+
+
+def _own(name: str) -> bool:
+    return name.startswith(("polar", "kfac", "spngd"))
+
+
+def _mean_ends(
+    finals: Mapping[str, Sequence[Outcome]],
+) -> dict[str, tuple[float, float]]:
+    """Mean last accuracy and processor seconds over seeds; not where one missed."""
+    return {
+        name: (
+            statistics.mean(x.tests[-1].accuracy for x in runs),
+            statistics.mean(x.cpu_seconds for x in runs),
+        )
+        for name, runs in finals.items()
+        if not any(x.missed for x in runs)
+    }
+
+
 def curves(known: Known, setting: Setting) -> Curves:
     """Mean accuracy against steps of the finals that came to their end, by rule."""
     found: Curves = {}
@@ -190,16 +232,19 @@ def write(ledger: Path, results: Path) -> None:
     text += ["loss for text):\n", *overview_table(known, settings)]
     text += ["\nPolar's defaults against everything that was tried of it:\n"]
     text += defaults_table(known, settings)
+    text += ["\nWhole schedules of several lengths, at the settings tuned for the "]
+    text += ["longest: mean accuracy of the seeds at the end, and the shortest that "]
+    text += ["reaches what the best of the others comes to in the longest:\n"]
+    for place in dict.fromkeys(s.place for s in settings):
+        found = [*schedules_table(known, [s for s in settings if s.place == place])]
+        text += [f"\n{place}:\n\n", *found] if found else []
     panels: dict[str, Curves] = {}
     for setting in settings:
         text += [f"\n## {setting.title}\n", *finals_table(known, setting)]
         text += tuning_table(known, setting, CONTENDERS, "tune")
         ablations = [*tuning_table(known, setting, ABLATIONS, "ablate")]
         if ablations:
-            text += [
-                "\nPolar at momentum 0.95 with one ingredient exchanged:\n",
-                *ablations,
-            ]
+            text += ["\nPolar with one ingredient exchanged:\n", *ablations]
         if found := curves(known, setting):
             panels[setting.title] = found
     results.mkdir(exist_ok=True)

@@ -37,6 +37,7 @@ from natgrad.autograd import Sentinel, accumulates, backward_id
 from natgrad.config import require_count
 from natgrad.hooks import Hooks, batch_size
 from natgrad.layers import Block, Observed
+from natgrad.math.statistics import enough_examples
 from natgrad.meter import Meter
 
 POSITION_KINDS = ("A",)
@@ -102,6 +103,8 @@ class Capture:
         step: the number of the step, from which subsampling draws.
         on_forward: called before a forward that is to be captured.
         bases: says in which eigenbases a block's S is to be estimated, if any.
+        parts: says in how many calls, of all ranks, a layer sees a step's examples, by
+            the name of a statistic, as far as is known.
         on_growth: called with a statistic's name each time its sum has grown.
         on_abandon: called when a step's captures are dropped because it was skipped.
     """
@@ -113,7 +116,7 @@ class Capture:
         *,
         loss: str,
         sampled: bool,
-        subsample: int = 1,
+        subsample: int | None = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
         meter: Meter | None = None,
     ) -> None:
@@ -123,6 +126,7 @@ class Capture:
         self.on_growth: Callable[[str], None] | None = None
         self.bases: Callable[[Block], tuple[Tensor, Tensor] | None] = lambda _: None
         self.on_abandon: Callable[[], None] | None = None
+        self.parts: Callable[[str], int] = lambda _: 1
         self.fired: set[str] = set()
         self._model = model
         self._loss = loss
@@ -268,13 +272,25 @@ class Capture:
 
     def _rows(self, block: Block, x: Tensor, output: Tensor) -> tuple[slice, float]:
         """Every k-th example from a random start: a view, and each equally likely."""
-        stride = min(self._subsample, len(x)) if len(x) == len(output) else 1
-        if stride == 1 or block.kind is None or not block.kind.subsampled:
+        if block.kind is None or not block.kind.subsampled or len(x) != len(output):
+            return slice(None), 1.0
+        stride = min(self._subsample or self._enough(block, output), len(x))
+        if stride == 1:
             return slice(None), 1.0
         # From step and micro-batch alone: alike on all ranks and after a restart.
         draw = random.Random(f"{self.step}/{len(self._captured.terms.get('', ()))}")
         start = draw.randrange(stride)
         return slice(start, None, stride), len(x) / len(range(start, len(x), stride))
+
+    def _enough(self, block: Block, output: Tensor) -> int:
+        """The stride that leaves as many examples of the step as the block needs."""
+        specs = [s for s in block.spec.statistics if s.side != "both"]
+        if any(s.diagonal for s in specs):
+            return 1  # counts of an embedding cost nothing, and each row counts
+        whole = len(output) * self.parts(specs[0].name)
+        reduced = block.kind is not None and block.kind.options.sharing == "reduce"
+        positions = 1 if reduced else output[0].numel() // _features(block)
+        return max(1, whole // enough_examples(max(s.size for s in specs), positions))
 
     def _expect_terms(self, block: Block, output: Tensor) -> None:
         """Count a micro-batch in which, so far, no layer with a due statistic ran."""

@@ -77,6 +77,8 @@ class Curvature:
         kl_clip: kappa of ``trust="kl"``, > 0; None turns it off.
         rest: the rule for parameters without a block: their ``"plain"`` gradient, or
             ``"adaptive"``: divided by the root of its second moment, as in Adam.
+        rest_rate: multiplies the updates of ``rest="adaptive"``, > 0: the learning rate
+            of those parameters as a part of the others'.
         beta2: decay of the second moments of the ``"adaptive"`` rules, in [0, 1).
         damping: lambda, added to the Fisher: a number >= 0, or a function of the
             step (counted from 0).
@@ -101,7 +103,9 @@ class Curvature:
         skip: names of layers, or of modules that contain layers, that keep their plain
             gradient.
         subsample: estimate from every k-th example, starting at a random one; 1 uses
-            all. Unbiased, and the same choice on every rank.
+            all. None: from as many as each layer needs
+            (`natgrad.math.statistics.enough_examples`), however large the batch.
+            Unbiased, and the same choice on every rank.
     """
 
     statistics: Sides = "both"
@@ -112,6 +116,7 @@ class Curvature:
     trust: Trust = "none"
     kl_clip: float | None = 1e-3
     rest: Rest = "plain"
+    rest_rate: float = 1.0
     beta2: float = 0.95
     damping: Damping = 1e-3
     damping_style: DampingStyle = "eigen"
@@ -124,7 +129,7 @@ class Curvature:
     norm: Norm = "skip"
     norm_damping_ratio: float = 1.0
     skip: Collection[str] = ()
-    subsample: int = 1
+    subsample: int | None = 1
 
     def __post_init__(self) -> None:
         for name, legal in CHOICES.items():
@@ -132,6 +137,7 @@ class Curvature:
         if not callable(self.damping):
             require_number("damping", self.damping, "a finite number >= 0", low=0.0)
         require_number("decay", self.decay, "in [0, 1)", low=0.0, below=1.0)
+        require_number("rest_rate", self.rest_rate, "a number > 0", above=0.0)
         require_number("beta2", self.beta2, "in [0, 1)", low=0.0, below=1.0)
         if self.kl_clip is not None:
             require_number("kl_clip", self.kl_clip, "a number > 0, or None", above=0.0)
@@ -143,7 +149,8 @@ class Curvature:
                 f"Invalid refresh={self.refresh!r}. Must be Every(...), "
                 "Scheduled(...), Adaptive(...), Budget(...) or another natgrad.Refresh."
             )
-        require_count("subsample", self.subsample)
+        if self.subsample is not None:
+            require_count("subsample", self.subsample)
         if isinstance(self.skip, str) or not isinstance(self.skip, Collection):
             raise TypeError(
                 f"Invalid skip={self.skip!r}. Must be a collection of layer names."

@@ -55,6 +55,7 @@ class KFAC(Inspectable):
             None: ``"kl"`` for natural gradients, ``"layer"`` for the two other scales.
         kl_clip: kappa of eq. 18, > 0, with ``trust="kl"``; None turns it off.
         rest: parameters without a block: ``"plain"`` or ``"adaptive"`` (Adam's root).
+        rest_rate: multiplies the ``"adaptive"`` updates of those, > 0.
         beta2: decay of the second moments of adaptive rules, in [0, 1).
         damping: lambda, added to the Fisher; a number >= 0 or a function of the step.
         damping_style: ``"eigen"`` (exact: eq. 13-15) or ``"factored"`` (pi-split and
@@ -74,7 +75,8 @@ class KFAC(Inspectable):
             ``"full"``.
         norm_damping_ratio: multiplies the damping of normalisation layers.
         skip: names of layers, or of modules that contain them, to leave out.
-        subsample: estimate statistics from every k-th example only; 1 uses all.
+        subsample: estimate statistics from every k-th example only; 1 uses all, None as
+            many as each layer needs, however large the batch.
         grad_scaler: the `torch.amp.GradScaler` in use, to undo its loss scale.
         strategy: how several ranks share the work: ``"factor_wise"``,
             ``"layer_wise"``, ``"spngd"``, ``natgrad.hybrid(fraction)``, or ``"auto"``:
@@ -103,6 +105,7 @@ class KFAC(Inspectable):
         trust: config.Trust | None = None,
         kl_clip: float | None = 1e-3,
         rest: config.Rest = "plain",
+        rest_rate: float = 1.0,
         beta2: float = 0.95,
         damping: config.Damping = 1e-3,
         damping_style: config.DampingStyle | None = None,
@@ -116,7 +119,7 @@ class KFAC(Inspectable):
         norm: config.Norm = "skip",
         norm_damping_ratio: float = 1.0,
         skip: Collection[str] = (),
-        subsample: int = 1,
+        subsample: int | None = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
         strategy: str | Strategy = "factor_wise",
         placement: str = "longest_first",
@@ -138,6 +141,7 @@ class KFAC(Inspectable):
             trust=trust_for(trust, scale, "kl"),
             kl_clip=kl_clip,
             rest=rest,
+            rest_rate=rest_rate,
             beta2=beta2,
             damping=damping,
             damping_style=style_for(damping_style, scale, statistics, "eigen"),

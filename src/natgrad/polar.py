@@ -30,10 +30,10 @@ class Polar(SPNGD):
         w    <- w - lr |w| U / |U|          a learning rate of 0.02 changes w by 2%
 
     This is `SPNGD` with ``statistics="inputs"``, ``scale="orthogonal"``,
-    ``trust="layer"``, ``average="gradient"``, ``nesterov=True``, ``rest="adaptive"``
-    and ``damping_style="relative"``. Biases without a weight, normalisation layers and
-    parameters of unknown layers follow Adam's rule with the same learning rate. No
-    gradient statistic is estimated. ::
+    ``trust="layer"``, ``average="gradient"``, ``nesterov=True``, ``rest="adaptive"``,
+    ``damping_style="relative"`` and ``subsample=None``. Biases without a weight,
+    normalisation layers and parameters of unknown layers follow Adam's rule with a
+    fifth of the learning rate. No gradient statistic is estimated. ::
 
         optimizer = natgrad.Polar(model, lr=0.1)
 
@@ -48,11 +48,15 @@ class Polar(SPNGD):
             function of the step.
         decay: weight of the old value in the running averages of A, in [0, 1).
         refresh: when A is estimated and inverted: `Every`, `Scheduled` or `Adaptive`.
+        rest_rate: the learning rate of parameters without a block, as a part of lr.
         beta2: decay of the second moments of parameters without a block.
         param_groups: groups made of ``named_parameters``, for options of their own.
+        subsample: estimate A from every k-th example; 1: from all; None: from as many
+            as a layer needs (at least 64, and two vectors for each input), so that a
+            refresh costs the same at any larger batch.
 
-    As for `KFAC`: loss, accumulation, sharing, skip, subsample, grad_scaler, strategy,
-    placement, profile, comm, group.
+    As for `KFAC`: loss, accumulation, sharing, skip, grad_scaler, strategy, placement,
+    profile, comm, group.
     """
 
     def __init__(
@@ -60,18 +64,19 @@ class Polar(SPNGD):
         model: nn.Module,
         lr: float,
         *,
-        momentum: float = 0.9,
+        momentum: float = 0.8,
         weight_decay: float = 0.0,
         damping: config.Damping = 1.0,
         decay: float = 0.8,
         refresh: Refresh = DEFAULT_REFRESH,
+        rest_rate: float = 0.2,
         beta2: float = 0.95,
         param_groups: Iterable[dict[str, Any]] | None = None,
         loss: config.Loss = "mean",
         accumulation: config.Accumulation = "mean",
         sharing: config.Sharing = "expand",
         skip: Collection[str] = (),
-        subsample: int = 1,
+        subsample: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         strategy: str | Strategy = "spngd",
         placement: str = "longest_first",
@@ -91,6 +96,7 @@ class Polar(SPNGD):
             scale="orthogonal",
             trust="layer",
             rest="adaptive",
+            rest_rate=rest_rate,
             beta2=beta2,
             damping=damping,
             damping_style="relative",

@@ -137,7 +137,7 @@ class Preconditioner:
     def _rest(self, group: list[Block], v: Tensor, gradient: Tensor) -> Tensor:
         names = [block.name for block in group]
         square = self.moments.update(names, gradient, self.config.beta2)
-        return adaptive_scale(v, square, REST_DAMPING)
+        return adaptive_scale(v, square, REST_DAMPING) * self.config.rest_rate
 
     def _kronecker(self, group: list[Block], v: Tensor) -> Tensor:
         """``(F + damping I)^-1 V``; the plain gradient while an inverse is missing."""

@@ -73,10 +73,10 @@ class SPNGD(Inspectable, Optimizer):
         damping_style: as for `KFAC`. None: ``"factored"``, but ``"eigen"`` for
             ``scale="corrected"``.
 
-    As for `KFAC`: statistics, scale, whitening, basis, moments, kl_clip, rest, beta2,
-    damping, decay, refresh, fisher, loss, accumulation, sharing, norm,
-    norm_damping_ratio, skip, subsample, grad_scaler, strategy, placement, profile,
-    comm, group.
+    As for `KFAC`: statistics, scale, whitening, basis, moments, kl_clip, rest,
+    rest_rate, beta2, damping, decay, refresh, fisher, loss, accumulation, sharing,
+    norm, norm_damping_ratio, skip, subsample, grad_scaler, strategy, placement,
+    profile, comm, group.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class SPNGD(Inspectable, Optimizer):
         trust: config.Trust | None = None,
         kl_clip: float | None = 1e-3,
         rest: config.Rest = "plain",
+        rest_rate: float = 1.0,
         beta2: float = 0.95,
         damping: config.Damping = 1e-3,
         damping_style: config.DampingStyle | None = None,
@@ -110,7 +111,7 @@ class SPNGD(Inspectable, Optimizer):
         norm: config.Norm = "unit",
         norm_damping_ratio: float = 1.0,
         skip: Collection[str] = (),
-        subsample: int = 1,
+        subsample: int | None = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
         strategy: str | Strategy = "spngd",
         placement: str = "longest_first",
@@ -131,6 +132,7 @@ class SPNGD(Inspectable, Optimizer):
             trust=trust_for(trust, scale, "none"),
             kl_clip=kl_clip,
             rest=rest,
+            rest_rate=rest_rate,
             beta2=beta2,
             damping=damping,
             damping_style=style_for(damping_style, scale, statistics, "factored"),

@@ -23,7 +23,7 @@ def rules(large: bool) -> dict[str, Rule]:
     lr = 0.4 if large else 0.1
     kfac = CurvatureConfig(damping=0.03, kl_clip=1e-2, norm="unit")
     spngd = CurvatureConfig(damping=0.03, damping_style="factored", norm="unit")
-    ahead: dict[str, Any] = {"momentum": 0.9, "nesterov": True}
+    ahead: dict[str, Any] = {"momentum": 0.8, "nesterov": True}
     often = RefreshConfig(statistics=1, inverses=5 if large else 10)
     return {
         "sgd": Rule(optimizer=OptimizerConfig(lr=lr, weight_decay=5e-4)),
@@ -48,12 +48,14 @@ def rules(large: bool) -> dict[str, Rule]:
         ),
         "soap_trust": Rule(
             optimizer=OptimizerConfig(
-                name="soap", lr=0.1, trust=True, beta2=0.95, **ahead
+                name="soap", lr=0.1, trust=True, beta2=0.95, interval=5, **ahead
             )
         ),
         "polar": Rule(
             optimizer=OptimizerConfig(name="polar", lr=0.1, **ahead),
-            curvature=CurvatureConfig(damping=1.0, decay=0.8),
+            curvature=CurvatureConfig(
+                damping=1.0, decay=0.8, subsample=None, rest_rate=0.2
+            ),
             refresh=RefreshConfig(statistics=5, inverses=5),
         ),
         "shampoo": Rule(

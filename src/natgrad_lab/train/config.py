@@ -101,7 +101,8 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     """Weight decay, as the optimizer defines it."""
     rest_lr: float | None = None
-    """muon, trust: learning rate of the parameters that are no matrix. None: lr."""
+    """muon, trust: learning rate of the parameters that are no matrix. None: lr, with
+    trust a fifth of it, as in natgrad.Polar."""
     interval: int = 10
     """soap, shampoo: steps between two renewals of the preconditioner."""
 
@@ -158,6 +159,8 @@ class CurvatureConfig:
     """How long a step is (kfac and spngd). None: the optimizer's own, kl or none."""
     rest: Literal["plain", "adaptive"] = "plain"
     """Parameters without a block (kfac and spngd): plain gradient, or Adam's root."""
+    rest_rate: float = 1.0
+    """Adam's root (and polar): the learning rate of those, as a part of lr."""
     damping: float = 1e-3
     """lambda; the value reached after the warmup when there is one."""
     damping_start: float | None = None
@@ -183,8 +186,9 @@ class CurvatureConfig:
     """How normalisation layers are treated (kfac and spngd; polar skips them)."""
     norm_damping_ratio: float = 1.0
     """rho_BN: multiplies the damping of norm layers (Osawa et al. 2019, 4.2)."""
-    subsample: int = 1
-    """Statistics from every k-th example only; 1: from all."""
+    subsample: int | None = 1
+    """Statistics from every k-th example only; 1: from all. None: from as many as each
+    layer needs, however large the batch."""
     rescale_weights: bool = False
     """spngd: rescale conv and linear weights to norm sqrt(2 d_out) (Osawa et al. 2020,
     eq. 24)."""
@@ -207,7 +211,10 @@ class CurvatureConfig:
         require(0 <= self.decay < 1, "curvature.decay", self.decay, "in [0, 1)")
         clip = self.kl_clip
         require(clip is None or clip > 0, "curvature.kl_clip", clip, "> 0 or none")
-        require(self.subsample >= 1, "curvature.subsample", self.subsample, ">= 1")
+        ok = self.subsample is None or self.subsample >= 1
+        require(ok, "curvature.subsample", self.subsample, ">= 1 or none")
+        rate = self.rest_rate
+        require(rate > 0, "curvature.rest_rate", rate, "> 0")
         ratio = self.norm_damping_ratio
         require(ratio > 0, "curvature.norm_damping_ratio", ratio, "> 0")
 

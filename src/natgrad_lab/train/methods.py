@@ -17,6 +17,9 @@ from natgrad_lab.errors import UserError
 from natgrad_lab.train.config import CurvatureConfig, TrainConfig
 from natgrad_lab.train.schedules import make_damping, make_refresh
 
+# Of what has no trust ratio beside what has one: natgrad.Polar's default.
+REST_RATE = 0.2
+
 Maker = Callable[[nn.Module, TrainConfig], Optimizer]
 
 
@@ -143,7 +146,7 @@ def _rule(config: TrainConfig) -> dict[str, Any]:
 def _shared(config: TrainConfig) -> dict[str, Any]:
     """The keywords that KFAC, SPNGD and Polar have in common."""
     curvature: CurvatureConfig = config.curvature
-    names = ("decay", "subsample", "placement")
+    names = ("decay", "subsample", "placement", "rest_rate")
     shared: dict[str, Any] = {name: getattr(curvature, name) for name in names}
     # Adam's usual 0.999 remembers more steps than the short runs here have.
     shared["beta2"] = min(config.optimizer.beta2, 0.95)
@@ -182,7 +185,7 @@ def _trusted(model: nn.Module, config: TrainConfig) -> Optimizer:
     parts = [(_maker(config)(nn.ParameterList(matrices), config), True)]
     if rest:
         betas = (c.momentum, min(c.beta2, 0.95))
-        lr = c.rest_lr or c.lr
+        lr = c.rest_lr or REST_RATE * c.lr
         parts += [(torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=0), False)]
     return Parts(parts)
 
