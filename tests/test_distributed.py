@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.replicas import Case, build, train
+from tests.replicas import Case, build, rank_and_world, train
 from tests.world import RankError, run_world
 from torch import Tensor
 
@@ -110,6 +110,27 @@ def _rule_cases() -> dict[str, Case]:
             name = f"{rule} {strategy} {refresh}"
             cases[name] = Case(method=method, steps=5, options=given)
     return cases
+
+
+def _input_moment(rank: int) -> Tensor:
+    """A of a layer after a step on this rank's part of 256 examples."""
+    world = rank_and_world()[1]
+    torch.manual_seed(0)
+    x, y = torch.randn(256, 3).double(), torch.randint(2, (256,))
+    mine = slice(rank * 256 // world, (rank + 1) * 256 // world)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2)).double()
+    optimizer = natgrad.Polar(model, lr=0.1)
+    torch.nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+    assert optimizer.engine.capture.current.positions["0/A"] == 64 // world
+    optimizer.step()
+    optimizer.gather()
+    return optimizer.statistic("0/A")
+
+
+def test_ranks_look_at_as_many_examples_together_as_one_process_alone() -> None:
+    alone = _input_moment(0)
+    for together in run_world(4, _input_moment):
+        assert torch.allclose(together, alone, rtol=1e-12)
 
 
 def test_every_rule_under_every_strategy_equals_one_process() -> None:

@@ -464,11 +464,12 @@ def test_the_average_of_gradients_is_scaled(nesterov: bool) -> None:
         near(weights_of(layer), want)
 
 
-def test_the_rest_may_follow_adam() -> None:
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_the_rest_may_follow_adam(rate: float) -> None:
     """Without momentum it is g / (sqrt(v) + 1e-3 rms) of the running square."""
     model, lr, beta2 = mlp(), 0.1, 0.8
     options: dict[str, Any] = {"rest": "adaptive", "beta2": beta2, "norm": "skip"}
-    spngd = SPNGD(model, lr, momentum=0.0, refresh=FINE, **options)
+    spngd = SPNGD(model, lr, momentum=0.0, refresh=FINE, rest_rate=rate, **options)
     gamma, square = model[1].weight, torch.zeros(())
     for step in range(3):
         backward(model, step)
@@ -478,7 +479,7 @@ def test_the_rest_may_follow_adam() -> None:
         square = beta2 * square + (1 - beta2) * g**2
         unbiased = square / (1 - beta2 ** (step + 1))
         scale = unbiased.sqrt() + 1e-3 * unbiased.mean().sqrt()
-        near(gamma.detach(), before - lr * g / scale)  # type: ignore[operator]
+        near(gamma.detach(), before - rate * lr * g / scale)  # type: ignore[operator]
 
 
 def test_the_rest_of_kfac_may_be_scaled_too() -> None:

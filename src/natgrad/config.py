@@ -150,7 +150,7 @@ class Curvature:
                 "Scheduled(...), Adaptive(...), Budget(...) or another natgrad.Refresh."
             )
         if self.subsample is not None:
-            require_count("subsample", self.subsample)
+            require_count("subsample", self.subsample, also=", or None")
         if isinstance(self.skip, str) or not isinstance(self.skip, Collection):
             raise TypeError(
                 f"Invalid skip={self.skip!r}. Must be a collection of layer names."

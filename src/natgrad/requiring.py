@@ -30,7 +30,11 @@ def require_number(
         raise ValueError(f"Invalid {name}={value!r}. Must be {legal}.")
 
 
-def require_count(name: str, value: Any, least: int = 1) -> None:
-    """Raise unless ``value`` is an integer >= ``least``."""
+def require_count(name: str, value: Any, least: int = 1, *, also: str = "") -> None:
+    """Raise unless ``value`` is an integer >= ``least``.
+
+    ``also`` tells what else would be legal, which the caller has looked for.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"Invalid {name}={value!r}. Must be an integer >= {least}.")
+        legal = f"an integer >= {least}{also}"
+        raise ValueError(f"Invalid {name}={value!r}. Must be {legal}.")

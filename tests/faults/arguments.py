@@ -43,6 +43,10 @@ NUMBERS: dict[str, tuple[Callable[[random.Random], Any], list[Any]]] = {
     "positive": (lambda r: 10 ** r.uniform(-6, 3), [0, -1, -0.5, None, *ODD]),
     "least": (lambda r: r.choice([0, 10 ** r.uniform(-6, 3)]), [-1, -0.5, None, *ODD]),
     "count": (lambda r: r.randint(1, 20), [0, -1, 2.5, 1.0, "3", None, *ODD]),
+    "count or None": (
+        lambda r: r.choice([None, r.randint(1, 20)]),
+        [0, -1, 2.5, 1.0, "3", *ODD],
+    ),
     "rate": (lambda r: 10 ** r.uniform(-6, 3), [0, -1, -0.5, *ODD]),  # KFAC's: or None
     "clip": (lambda r: r.choice([None, 10 ** r.uniform(-6, 3)]), [0, -1, *ODD]),
 }
@@ -55,7 +59,8 @@ OPTIONS = {
     "momentum": "fraction",
     "weight_decay": "least",
     "norm_damping_ratio": "positive",
-    "subsample": "count",
+    "subsample": "count or None",
+    "rest_rate": "positive",
 }
 LEGAL: dict[str, list[Any]] = {
     **{name: list(legal) for name, legal in CHOICES.items()},
