@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from natgrad import KFAC, SPNGD, Every
-from natgrad.math.statistics import enough_examples
+from natgrad.plan.spec import enough_examples
 
 # -- properties of the step ------------------------------------------------------------
 

@@ -37,7 +37,6 @@ from natgrad.autograd import Sentinel, accumulates, backward_id
 from natgrad.config import require_count
 from natgrad.hooks import Hooks, batch_size
 from natgrad.layers import Block, Observed
-from natgrad.math.statistics import enough_examples
 from natgrad.meter import Meter
 
 POSITION_KINDS = ("A",)
@@ -284,13 +283,11 @@ class Capture:
 
     def _enough(self, block: Block, output: Tensor) -> int:
         """The stride that leaves as many examples of the step as the block needs."""
-        specs = [s for s in block.spec.statistics if s.side != "both"]
-        if any(s.diagonal for s in specs):
-            return 1  # counts of an embedding cost nothing, and each row counts
-        whole = len(output) * self.parts(specs[0].name)
+        spec = block.spec
+        examples = len(output) * self.parts(spec.statistics[0].name)
         reduced = block.kind is not None and block.kind.options.sharing == "reduce"
         positions = 1 if reduced else output[0].numel() // _features(block)
-        return max(1, whole // enough_examples(max(s.size for s in specs), positions))
+        return spec.enough_stride(examples, positions)
 
     def _expect_terms(self, block: Block, output: Tensor) -> None:
         """Count a micro-batch in which, so far, no layer with a due statistic ran."""

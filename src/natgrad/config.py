@@ -104,7 +104,7 @@ class Curvature:
             gradient.
         subsample: estimate from every k-th example, starting at a random one; 1 uses
             all. None: from as many as each layer needs
-            (`natgrad.math.statistics.enough_examples`), however large the batch.
+            (`natgrad.plan.spec.enough_examples`), however large the batch.
             Unbiased, and the same choice on every rank.
     """
 

@@ -181,7 +181,8 @@ def test_a_method_is_that_of_the_library(method: str) -> None:
     }
     with makers[method]() as optimizer:
         real, found = optimizer.engine.config, METHODS[method]
-        for name in ("statistics", "scale", "rest", "damping_style", "decay"):
+        names = ("statistics", "scale", "rest", "damping_style", "decay", "subsample")
+        for name in names:
             assert getattr(found, name) == getattr(real, name)
         assert (found.norm, found.refresh) == (real.norm, real.refresh)
         assert STRATEGIES[method] == optimizer.engine.plan.strategy

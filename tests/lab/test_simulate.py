@@ -411,6 +411,21 @@ def test_polar_and_ekfac_cost_more_to_apply(resnet50: Work) -> None:
     assert flops == 2 * m * n * (32 * 32 + m + n)
 
 
+def test_statistics_of_enough_examples_cost_the_same_at_any_batch() -> None:
+    work, profile = work_of("resnet20", sides="inputs"), find_profile("abci")
+
+    def seconds(batch: int, world: int, subsample: int | None) -> float:
+        method = Method(inverse="factored", scale="orthogonal", subsample=subsample)
+        conditions = Conditions(batch=batch)
+        return simulate(work, profile, world, method, conditions).phases["statistics"]
+
+    # 64 examples are enough but for the last layer, which has one position
+    assert seconds(32, 1, None) == seconds(32, 1, 1)
+    assert seconds(4096, 1, None) == pytest.approx(seconds(64, 1, 1), rel=0.01)
+    assert seconds(4096, 1, 64) == pytest.approx(seconds(64, 1, 1), rel=1e-6)
+    assert seconds(64, 8, None) == pytest.approx(seconds(8, 1, 1), rel=0.01)
+
+
 def test_table_iv_hours_saved(capsys: pytest.CaptureFixture[str]) -> None:
     """Figure 7's curves by the command; the inversions an epoch are constant."""
     arguments = (

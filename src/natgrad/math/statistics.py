@@ -11,19 +11,6 @@ from torch import Tensor
 
 from natgrad.math.products import add_product, completed, sum_dtype
 
-# Positions of one example are alike: some of each are not enough, however many.
-FEWEST_EXAMPLES = 64
-# An estimate of n x n has the rank of its vectors; running averages join several.
-VECTORS_A_ROW = 2
-
-
-def enough_examples(size: int, positions: int) -> int:
-    """How many examples, of so many positions each, a factor ``(size, size)`` needs.
-
-    At least 64, and so many that there are two vectors for each of its rows.
-    """
-    return max(FEWEST_EXAMPLES, -(-VECTORS_A_ROW * size // positions))
-
 
 def widen(x: Tensor) -> Tensor:
     """``x`` in float32 if it is in a narrower floating type, else as it is."""

@@ -13,12 +13,24 @@ from dataclasses import dataclass
 FLOAT_BYTES = 4
 KINDS = ("A", "G", "S", "unit", "diag", "full")
 SIDES = ("right", "left", "both")
+# Positions of one example are alike: few examples are not enough, however many those.
+FEWEST_EXAMPLES = 64
+# An estimate of n x n has the rank of its vectors; running averages join several.
+VECTORS_A_ROW = 2
 
 
 def _positive(owner: str, **values: int) -> None:
     for key, value in values.items():
         if value < 1:
             raise ValueError(f"Invalid {key}={value} of {owner!r}. Must be >= 1.")
+
+
+def enough_examples(size: int, positions: int) -> int:
+    """How many examples, of so many positions each, a factor ``(size, size)`` needs.
+
+    At least 64, and so many that there are two vectors for each of its rows.
+    """
+    return max(FEWEST_EXAMPLES, -(-VECTORS_A_ROW * size // positions))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +89,14 @@ class BlockSpec:
     def elements(self) -> int:
         """Elements of the block's gradient."""
         return self.stack * self.rows * self.cols
+
+    def enough_stride(self, examples: int, positions: int) -> int:
+        """The k of which every k-th example is enough to estimate the factors.
+
+        Of an embedding all are: its counts cost nothing, and each row matters.
+        """
+        factors = [s for s in self.statistics if s.kind in ("A", "G")]
+        if not factors or any(s.diagonal for s in factors):
+            return 1
+        enough = enough_examples(max(s.size for s in factors), positions)
+        return max(1, examples // enough)

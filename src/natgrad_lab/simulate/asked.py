@@ -26,6 +26,7 @@ METHODS: dict[str, Curvature] = {
         damping_style="relative",
         decay=0.8,
         refresh=Every(statistics=5, inverses=5),
+        subsample=None,
     ),
 }
 """The defaults of `natgrad.KFAC`, `SPNGD` and `Polar`, as far as costs know them."""

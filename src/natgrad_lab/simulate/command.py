@@ -116,6 +116,7 @@ def method_of(asked: SimulateCommand, strategy: str, world: int) -> Method:
         placement=asked.placement,
         inverse=inverse_of(config),
         scale=config.scale,
+        subsample=config.subsample,
         gradients=asked.gradients,
         policy=policy_of(asked, world),
         split=SPLIT if asked.split else 1,

@@ -41,7 +41,8 @@ class Method:
 
     ``costs`` place statistics: the profile's, as with ``strategy="auto"``, or the
     library's constants ("library"), as with a named strategy. ``split`` is
-    `make_plan`'s: the most ranks that divide one factor. ``scale`` is the rule.
+    `make_plan`'s: the most ranks that divide one factor. ``scale`` is the rule and
+    ``subsample`` the share of examples that statistics are of, as the library has them.
     """
 
     strategy: str = "factor_wise"
@@ -52,6 +53,7 @@ class Method:
     split: int = 1
     costs: str = "profile"
     scale: str = "kronecker"
+    subsample: int | None = 1
 
     @property
     def sgd(self) -> bool:
@@ -119,6 +121,7 @@ def simulate(
             plan=plan,
             kind=kind,
             scale=method.scale,
+            subsample=method.subsample,
             sgd=method.sgd,
         ).build()
         end = timeline.run()

@@ -36,6 +36,7 @@ class StepBuilder(Exchanges):
     """Adds a step's tasks to a timeline, in the order in which the library runs it."""
 
     scale: str = "kronecker"
+    subsample: int | None = 1
 
     def build(self) -> Timeline:
         """Forward and backward with overlapped exchanges, then the curvature."""
@@ -124,15 +125,16 @@ class StepBuilder(Exchanges):
 
     def _statistic_seconds(self, layer: Layer, spec: StatisticSpec) -> float:
         flops, times = layer.statistic_flops(spec), self.times
+        batch = layer.looked_at(self.conditions.batch, self.plan.world, self.subsample)
         if times is not None:
             share = flops / self._statistics_flops
-            seconds = times.statistics * share * self.conditions.batch / times.batch
+            seconds = times.statistics * share * batch / times.batch
         else:
             rate = self.profile.statistics_flop
             if layer.convolves and spec.kind == "A":
                 rate = self.profile.conv_statistics_flop or rate
             call = self.profile.layer + self.profile.statistic
-            seconds = call + rate * flops * self.conditions.batch
+            seconds = call + rate * flops * batch
         return self.kind.estimates(spec.name) * seconds
 
     @property

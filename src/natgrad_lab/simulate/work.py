@@ -38,6 +38,16 @@ class Layer:
         products = any(spec.kind in ("A", "G") for spec in self.spec.statistics)
         return 2.0 * self.positions * self.spec.elements if products else 0.0
 
+    def looked_at(self, batch: int, world: int, subsample: int | None) -> float:
+        """Of a rank's examples, how many statistics are estimated from.
+
+        ``subsample`` is the library's: every k-th, or None for as many as are enough.
+        """
+        if all(spec.kind not in ("A", "G") for spec in self.spec.statistics):
+            return batch
+        enough = self.spec.enough_stride(batch * world, max(1, self.positions))
+        return max(1.0, batch / (subsample or enough))
+
     def statistic_flops(self, spec: StatisticSpec) -> float:
         """Of one example: a symmetric product has half the flops of a product.
 
