@@ -77,26 +77,41 @@ def lines_figure(
     _save(figure, path)
 
 
-def accuracy_figure(panels: Mapping[str, Mapping[str, Line]], path: Path) -> None:
-    """Accuracy against steps, a panel for each setting; ours in colour and thick."""
-    columns = min(3, len(panels))
+def ranges_figure(
+    panels: Mapping[str, tuple[str, Mapping[str, Sequence[float]]]], path: Path
+) -> None:
+    """Mean and range of each rule's seeds, a panel for each setting; ours in colour.
+
+    A panel is what its axis shows, and the values by rule.
+    """
+    columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
+    most = max(len(values) for _, values in panels.values())
     figure, axes = plt.subplots(
-        lines, columns, figsize=(5.0 * columns, 3.6 * lines), squeeze=False
+        lines,
+        columns,
+        figsize=(3.9 * columns, (0.3 * most + 1.1) * lines),
+        squeeze=False,
     )
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
-    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
-        for i, (name, (x, y)) in enumerate(curves.items(), start=1):
-            own = name.startswith("polar")
-            width, colour = (2.2, BLUES[0]) if own else (1.0, f"C{i}")
-            style = "--" if "0.95" in name else "-"
-            axis.plot(x, y, style, linewidth=width, color=colour, label=name)
-        axis.set_title(title, fontsize=9)
-        axis.set_xlabel("steps", fontsize=8)
-        axis.set_ylabel("test accuracy, %", fontsize=8)
+    for axis, (title, (label, rules)) in zip(axes.flat, panels.items(), strict=False):
+        for row, (name, values) in enumerate(reversed(rules.items())):
+            mean = sum(values) / len(values)
+            colour = BLUES[0] if name.startswith("polar") else GREY
+            axis.plot([min(values), max(values)], [row, row], color=colour, linewidth=2)
+            axis.plot(mean, row, "o", color=colour, markersize=6)
+            text = f"{mean:.3f}" if "loss" in label else f"{mean:.1f}"
+            axis.annotate(
+                text, (mean, row), (0, 6), textcoords="offset points", fontsize=7
+            )
+        axis.set_yticks(range(len(rules)), [*reversed(rules)])
+        axis.set_ylim(-0.5, len(rules) - 0.3)
+        axis.margins(x=0.15)
+        axis.set_title(title, fontsize=8)
+        axis.set_xlabel(label, fontsize=8)
         axis.tick_params(labelsize=7)
-        axis.legend(fontsize=6)
+        axis.grid(axis="x", alpha=0.3)
     _save(figure, path)
 
 

@@ -8,10 +8,10 @@ from benchmarks.rules import jobs
 from benchmarks.rules.contenders import CONTENDERS
 from benchmarks.rules.outcomes import Evaluation, Outcome, append_outcome, read_outcomes
 from benchmarks.rules.report import (
-    common_targets,
     defaults_table,
     finals_table,
     overview_table,
+    panel,
     schedules_table,
     tuning_table,
 )
@@ -66,24 +66,13 @@ def test_a_miss_is_counted_and_never_chosen() -> None:
     assert table.index("| muon+trust |") < table.index("| muon |")
 
 
-def test_targets_are_what_all_and_what_half_of_the_rules_reach() -> None:
-    finals = {
-        "a": [outcome("final-a-r1", 30.0, 52.5), outcome("final-a-r2", 51.9)],
-        "b": [outcome("final-b-r1", 49.2)],
-        "c": [outcome("final-c-r1", 20.0), outcome("final-c-r2", ending="diverged")],
-    }
-    assert common_targets(finals) == [0.0, 49.0]
-    assert common_targets({"a": finals["a"]}) == [51.0]
-
-
-def test_steps_to_the_target_are_means_over_the_seeds_that_reach_it() -> None:
+def test_finals_are_means_over_seeds_with_what_a_step_costs() -> None:
     ones = known(
         outcome("final-sgd-r1", 30.0, 45.0, 50.0),
-        outcome("final-sgd-r2", 50.0, 50.0, 50.0),
+        outcome("final-sgd-r2", 52.0),
     )
     table = "".join(finals_table(ones, SETTING))
-    assert "| steps to 50% |" in table
-    assert "| sgd | 50.0 (50.0 to 50.0) | 1.500 | 20 | 10 | 2 of 2 | 500 |" in table
+    assert "| sgd | 51.0 (50.0 to 52.0) | 1.490 | 2 | 10 | 500 |" in table
 
 
 def test_a_seed_that_diverged_sinks_a_rule() -> None:
@@ -148,6 +137,20 @@ def test_the_shortest_whole_schedule_that_reaches_what_others_come_to() -> None:
         "cifar10, resnet8, batch 512",
         "cifar10, resnet20, batch 512",
     )
+
+
+def test_the_figure_shows_each_seed_of_the_finals_best_rule_first() -> None:
+    ones = known(
+        outcome("final-soap-r1", 46.0),
+        outcome("final-soap-r2", ending="diverged"),
+        outcome("final-polar-r1", 30.0, 52.0),
+        outcome("final-polar-r2", 54.0),
+    )
+    assert panel(ones, SETTING) == (
+        "accuracy, %",
+        {"polar": [52.0, 54.0], "soap": [46.0]},
+    )
+    assert panel(known(outcome("final-soap-r1", 46.0)), SETTING) is None
 
 
 def test_a_model_may_be_named_with_its_width(monkeypatch: pytest.MonkeyPatch) -> None:

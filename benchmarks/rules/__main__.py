@@ -13,8 +13,8 @@ batch, ``--contenders``) can be run in any order. ``report`` tabulates what ther
 - ``tune``: each contender gets the same points of a Sobol sequence, mapped to ranges of
   its own for the learning rate and one other setting; whole schedules (cosine after a
   warmup of a twentieth), one seed. A run that diverges is a miss and counts as one.
-- ``finals``: the best trial of each contender, by test accuracy, with fresh seeds,
-  evaluated on the way; ``--tuned-model`` and ``--tuned-steps`` take the trials of
+- ``finals``: the best trial of each contender, by test accuracy, with fresh seeds;
+  ``--tuned-model`` and ``--tuned-steps`` take the trials of
   another model or another number of steps. A schedule that is cut short is no whole
   one, so steps to a target are those of the shortest whole schedule that reaches it.
 - ``ablate``: `natgrad.Polar` with one ingredient exchanged, the learning rate tuned
@@ -119,7 +119,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="*", default=[])
     parser.add_argument("--trials", type=int, default=6)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--evaluations", type=int, default=8)
+    parser.add_argument("--evaluations", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=Path("runs/rules"))
     parser.add_argument("--ledger", type=Path, default=LEDGER)
     parser.add_argument("--parallel", type=int, default=2)

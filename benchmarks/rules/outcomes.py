@@ -52,10 +52,6 @@ class Outcome:
         last = self.tests[-1]
         return -last.loss if self.name.startswith("text-") else last.accuracy
 
-    def first_at(self, target: float) -> Evaluation | None:
-        """The first evaluation at or above a target."""
-        return next((t for t in self.tests if t.accuracy >= target), None)
-
 
 def read_run(folder: Path, settings: Mapping[str, str]) -> Outcome | None:
     """The outcome of a run folder; None for one that was cut off."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.comparison import cpu_name
-from benchmarks.figures import accuracy_figure
+from benchmarks.figures import ranges_figure
 from benchmarks.rules.contenders import ABLATIONS, CONTENDERS, Contender
 from benchmarks.rules.jobs import Setting, best_trial, settings_in, trials_of
 from benchmarks.rules.outcomes import Outcome, read_outcomes
@@ -21,7 +21,6 @@ LEDGER = RESULTS / "rules.jsonl"
 DEFAULTS = "polar, only lr tuned"
 POLARS = [name for name in CONTENDERS if name.startswith("polar")]
 Known = Mapping[str, Outcome]
-Curves = dict[str, tuple[list[float], list[float]]]
 
 
 def tuning_table(
@@ -108,20 +107,6 @@ def defaults_table(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
         yield f"| {said(setting, top)} | {name} | {behind:.1%} |\n"
 
 
-def common_targets(finals: Mapping[str, Sequence[Outcome]]) -> list[float]:
-    """The highest whole accuracies that all rules, and that half of them, reach.
-
-    With every seed; one if they are the same.
-    """
-    least = [
-        min(max((t.accuracy for t in x.tests), default=0.0) for x in runs)
-        for runs in finals.values()
-    ]
-    return sorted(
-        {float(math.floor(x)) for x in (min(least), statistics.median_high(least))}
-    )
-
-
 def finals_of(known: Known, setting: Setting) -> dict[str, list[Outcome]]:
     """The runs with fresh seeds, by rule."""
     finals = {name: trials_of(known, setting, "final", name) for name in CONTENDERS}
@@ -129,41 +114,28 @@ def finals_of(known: Known, setting: Setting) -> dict[str, list[Outcome]]:
 
 
 def finals_table(known: Known, setting: Setting) -> Iterator[str]:
-    """Means over seeds, their range, and steps and seconds to a common accuracy."""
+    """Means over seeds, their range, and what a run and a step cost."""
     finals = finals_of(known, setting)
     if not finals:
         return
-    targets = common_targets(finals)
-    yield "\nThe best settings with fresh seeds. Steps and CPU seconds are those to an "
-    yield "accuracy, as the mean of the seeds that reach it, and how many do:\n\n"
-    yield "| rule | last %, mean (range) | loss "
-    yield "".join(f"| steps to {x:g}% | CPU s to {x:g}% | seeds " for x in targets)
-    yield "| CPU ms a step |\n" + "|---" * (4 + 3 * len(targets)) + "|\n"
-    rows = [_final_row(name, runs, targets) for name, runs in finals.items()]
+    yield "\nThe best settings with fresh seeds:\n\n"
+    yield "| rule | last %, mean (range) | loss | seeds | CPU s | CPU ms a step |\n"
+    yield "|---|---|---|---|---|---|\n"
+    rows = [_final_row(name, runs) for name, runs in finals.items()]
     yield from (row for _, row in sorted(rows, key=lambda r: -r[0]))
 
 
-def _final_row(
-    name: str, runs: Sequence[Outcome], targets: Sequence[float]
-) -> tuple[float, str]:
+def _final_row(name: str, runs: Sequence[Outcome]) -> tuple[float, str]:
     done = [x for x in runs if not x.missed]
     last = [x.tests[-1].accuracy for x in done] or [math.nan]
     loss = statistics.mean([x.tests[-1].loss for x in done] or [math.nan])
     missed = f", {len(runs) - len(done)} missed" if len(done) < len(runs) else ""
+    seconds = statistics.mean(x.cpu_seconds for x in runs)
     each = statistics.mean(1000 * x.cpu_seconds / max(1, x.steps) for x in runs)
     text = f"| {name} | {statistics.mean(last):.1f} "
     text += f"({min(last):.1f} to {max(last):.1f}{missed}) | {loss:.3f} "
-    text += "".join(f"| {_reached(runs, target)} " for target in targets)
-    return statistics.mean(x.score for x in runs), f"{text}| {each:.0f} |\n"
-
-
-def _reached(runs: Sequence[Outcome], target: float) -> str:
-    found = [t for x in runs if not x.missed and (t := x.first_at(target)) is not None]
-    count = f"{len(found)} of {len(runs)}"
-    if not found:
-        return f"- | - | {count}"
-    seconds = statistics.mean(t.cpu_seconds for t in found)
-    return f"{statistics.mean(t.step for t in found):.0f} | {seconds:.0f} | {count}"
+    text += f"| {len(runs)} | {seconds:.0f} | {each:.0f} |\n"
+    return statistics.mean(x.score for x in runs), text
 
 
 def schedules_table(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
@@ -208,47 +180,74 @@ def _mean_ends(
     }
 
 
-def curves(known: Known, setting: Setting) -> Curves:
-    """Mean accuracy against steps of the finals that came to their end, by rule."""
-    found: Curves = {}
-    for name, runs in finals_of(known, setting).items():
-        if done := [x for x in runs if not x.missed]:
-            steps = [float(t.step) for t in done[0].tests]
-            columns = zip(*(x.tests for x in done), strict=True)
-            means = [statistics.mean(t.accuracy for t in c) for c in columns]
-            found[name] = (steps, means)
-    return found
+def panel(known: Known, setting: Setting) -> tuple[str, dict[str, list[float]]] | None:
+    """What the figure shows of the finals: where each seed that did not miss ended.
+
+    Best first; None if there are none, or only those of one rule.
+    """
+    finals = finals_of(known, setting).items()
+    scores = {n: [x.score for x in runs if not x.missed] for n, runs in finals}
+    order = sorted(
+        (n for n in scores if scores[n]), key=lambda n: -statistics.mean(scores[n])
+    )
+    if len(order) < 2:
+        return None
+    label, sign = ("test loss", -1) if setting.data == "text" else ("accuracy, %", 1)
+    return label, {name: [sign * x for x in scores[name]] for name in order}
+
+
+Panels = dict[str, tuple[str, dict[str, list[float]]]]
+
+
+def panels_of(known: Known, settings: Sequence[Setting]) -> Panels:
+    """The figure's panels, by title."""
+    found = {s: panel(known, s) for s in settings}
+    return {
+        f"{s.place},\n{s.steps} steps": each
+        for s, each in found.items()
+        if each is not None
+    }
+
+
+def summary(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
+    """What all settings say together."""
+    yield "\nThe best trial of each rule, accuracy in % (loss for text):\n"
+    yield from overview_table(known, settings)
+    yield "\nPolar's defaults against everything that was tried of it:\n"
+    yield from defaults_table(known, settings)
+    yield "\nWhole schedules of several lengths, at the settings tuned for the longest"
+    yield ": mean accuracy of the seeds at the end, and the shortest that reaches what "
+    yield "the best of the others comes to in the longest:\n"
+    for place in dict.fromkeys(s.place for s in settings):
+        found = [*schedules_table(known, [s for s in settings if s.place == place])]
+        yield from [f"\n{place}:\n\n", *found] if found else []
+
+
+def details(known: Known, setting: Setting) -> Iterator[str]:
+    """Finals, trials and ablations of a setting."""
+    yield f"\n## {setting.title}\n"
+    yield from finals_table(known, setting)
+    yield from tuning_table(known, setting, CONTENDERS, "tune")
+    ablations = [*tuning_table(known, setting, ABLATIONS, "ablate")]
+    if ablations:
+        yield from ("\nPolar with one ingredient exchanged:\n", *ablations)
 
 
 def write(ledger: Path, results: Path) -> None:
     """Tabulate a file of outcomes into ``rules.md`` and ``rules.png``."""
     known = read_outcomes(ledger)
+    settings = settings_in(known)
     text = ["# Update rules, tuned with equal budgets\n\n"]
     text += ["Made by `python -m benchmarks.rules`; its header says how.\n"]
     text += [f"torch {torch.__version__}, one thread a run, {os.cpu_count()} cores of "]
-    text += [f"{cpu_name()}.\n"]
-    settings = settings_in(known)
-    text += ["\n## All settings\n\nThe best trial of each rule, accuracy in % ("]
-    text += ["loss for text):\n", *overview_table(known, settings)]
-    text += ["\nPolar's defaults against everything that was tried of it:\n"]
-    text += defaults_table(known, settings)
-    text += ["\nWhole schedules of several lengths, at the settings tuned for the "]
-    text += ["longest: mean accuracy of the seeds at the end, and the shortest that "]
-    text += ["reaches what the best of the others comes to in the longest:\n"]
-    for place in dict.fromkeys(s.place for s in settings):
-        found = [*schedules_table(known, [s for s in settings if s.place == place])]
-        text += [f"\n{place}:\n\n", *found] if found else []
-    panels: dict[str, Curves] = {}
-    for setting in settings:
-        text += [f"\n## {setting.title}\n", *finals_table(known, setting)]
-        text += tuning_table(known, setting, CONTENDERS, "tune")
-        ablations = [*tuning_table(known, setting, ABLATIONS, "ablate")]
-        if ablations:
-            text += ["\nPolar with one ingredient exchanged:\n", *ablations]
-        if found := curves(known, setting):
-            panels[setting.title] = found
+    text += [f"{cpu_name()}.\n\n## All settings\n"]
     results.mkdir(exist_ok=True)
+    if panels := panels_of(known, settings):
+        ranges_figure(panels, results / "rules.png")
+        text += ["\n![Mean and range of the seeds that settings were not chosen by]"]
+        text += ["(rules.png)\n"]
+    text += summary(known, settings)
+    for setting in settings:
+        text += details(known, setting)
     (results / "rules.md").write_text("".join(text))
-    if panels:
-        accuracy_figure(panels, results / "rules.png")
     print("".join(text))
