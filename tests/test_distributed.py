@@ -121,13 +121,13 @@ def _input_moment(rank: int) -> Tensor:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2)).double()
     optimizer = natgrad.Polar(model, lr=0.1)
     torch.nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
-    assert optimizer.engine.capture.current.positions["0/A"] == 64 // world
     optimizer.step()
     optimizer.gather()
     return optimizer.statistic("0/A")
 
 
 def test_ranks_look_at_as_many_examples_together_as_one_process_alone() -> None:
+    """At 64 of 256, and each rank at every fourth of its own."""
     alone = _input_moment(0)
     for together in run_world(4, _input_moment):
         assert torch.allclose(together, alone, rtol=1e-12)

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from natgrad import KFAC, SPNGD, Every
+from natgrad.layers.conv import Conv
+from natgrad.layers.embedding import Embedding
+from natgrad.layers.linear import Linear
 from natgrad.plan.spec import enough_examples
 
 # -- properties of the step ------------------------------------------------------------
@@ -569,14 +572,13 @@ def test_subsampling_looks_at_every_other_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "positions", "enough"),
+    ("size", "vectors", "enough"),
     [(10, 1, 64), (785, 1, 1570), (576, 64, 64), (4608, 49, 189), (1, 1, 64)],
 )
 def test_enough_examples_span_a_factor_twice(
-    size: int, positions: int, enough: int
+    size: int, vectors: int, enough: int
 ) -> None:
-    assert enough_examples(size, positions) == enough
-    assert enough * positions >= 2 * size
+    assert enough_examples(size, vectors) == enough
 
 
 def looked_at(x: Tensor, a: Tensor, stride: int) -> list[int]:
@@ -600,32 +602,117 @@ def test_without_a_number_each_layer_looks_at_as_many_examples_as_it_needs() -> 
         assert len(looked_at(hidden, kfac.statistic("2/A"), 512 // 64)) == 1
 
 
-def test_micro_batches_share_what_a_step_needs() -> None:
-    """From the second step on, when it is known how many there are."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 2)).double()
-    x, y = torch.randn(512, 3).double(), torch.randint(2, (512,))
-    with kfac_of(model, subsample=None, decay=0.0) as kfac:
-        rows = []
-        for _ in range(2):
-            for part in range(4):
-                block = slice(128 * part, 128 * (part + 1))
-                (F.cross_entropy(model(x[block]), y[block]) / 4).backward()
-            rows.append(kfac.engine.capture.current.positions["0/A"])
-            kfac.step()
-            model.zero_grad()
-    assert rows == [4 * 64, 4 * 16]
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many examples each layer looks at, call by call."""
+    counts: list[int] = []
+    for kind in (Linear, Conv, Embedding):
+
+        def observe(
+            self: Any, module: Any, x: Tensor, *rest: Any, old: Any = kind.observe
+        ) -> Any:
+            counts.append(len(x))
+            return old(self, module, x, *rest)
+
+        monkeypatch.setattr(kind, "observe", observe)
+    return counts
 
 
-def test_a_small_batch_and_an_embedding_are_looked_at_whole() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 2)).double()
-    x, y = torch.randint(5, (300, 2)), torch.randint(2, (300,))
-    with kfac_of(model, subsample=None) as kfac:
-        F.cross_entropy(model(x), y).backward()
-        positions = kfac.engine.capture.current.positions
-        assert positions == {"0/A": 600, "2/A": 75}
+def examples_seen(
+    seen: list[int], model: nn.Module, x: Tensor, **options: Any
+) -> list[int]:
+    """What each layer looks at in one step, of any loss of the outputs."""
+    seen.clear()
+    options = {"subsample": None} | options
+    with kfac_of(model, **options) as kfac:
+        model(x).square().mean().backward()
         kfac.step()
+    return list(seen)
+
+
+def test_what_is_looked_at_whole(seen: list[int]) -> None:
+    """A small batch, counts of an embedding, inputs without a batch or without any."""
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 2)).double()
+    x = torch.randint(5, (300, 2))
+    assert examples_seen(seen, model, x) == [300, 75]
+    assert examples_seen(seen, model, x, statistics="outputs") == [300, 75]
+    assert examples_seen(seen, model, x, subsample=3) == [300, 100]
+    assert examples_seen(seen, model, x[:100]) == [100, 100]
+    linear = nn.Sequential(nn.Linear(200, 200)).double()
+    assert examples_seen(seen, linear, torch.randn(200).double()) == [200]
+    assert examples_seen(seen, linear, torch.randn(200).double(), subsample=2) == [200]
+    conv = nn.Sequential(nn.Conv2d(300, 300, 1)).double()
+    assert examples_seen(seen, conv, torch.randn(300, 2, 2).double()) == [300]
+
+
+def test_a_layer_s_positions_count(seen: list[int]) -> None:
+    """Tokens and pixels are vectors too, unless they are averaged first."""
+    wide = nn.Sequential(nn.Linear(99, 5)).double()
+    x = torch.randn(1005, 3, 99).double()
+    assert examples_seen(seen, wide, x) == [67]
+    assert examples_seen(seen, wide, x, sharing="reduce") == [201]
+    conv = nn.Sequential(nn.Conv2d(8, 4, 3, groups=2)).double()
+    x = torch.randn(256, 8, 4, 4).double()
+    assert examples_seen(seen, conv, x) == [64]
+    assert examples_seen(seen, conv, x, sharing="reduce") == [64]
+
+
+class Empty(nn.Module):
+    """Its first layer gets no example at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.fc = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.cat([x, self.none(x[:0])]))
+
+
+@pytest.mark.parametrize("subsample", [None, 2])
+def test_a_layer_without_examples(subsample: int | None, seen: list[int]) -> None:
+    x = torch.randn(128, 3).double()
+    found = examples_seen(seen, Empty().double(), x, subsample=subsample)
+    assert found == [0, 64]
+
+
+class Repeated(nn.Module):
+    """One layer, called many times in a forward."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.cell, self.times = nn.Linear(4, 4), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.cell(x))
+        return x
+
+
+def test_a_layer_that_is_called_often_still_sees_enough_examples(
+    seen: list[int],
+) -> None:
+    model, x = Repeated(100).double(), torch.randn(128, 4).double()
+    for _ in range(2):
+        assert examples_seen(seen, model, x) == 100 * [64]
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_unequal_micro_batches_weigh_what_they_are(kind: str) -> None:
+    """Of 512 and of 100 examples others are looked at, each set equal in itself."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2) if kind == "linear" else nn.Conv2d(1, 2, 2, bias=False)
+    model = nn.Sequential(layer, nn.Flatten()).double()
+    shape = (3,) if kind == "linear" else (1, 2, 2)
+    parts = [torch.randn(1, *shape).double().expand(n, *shape) for n in (512, 100)]
+    statistics = []
+    for subsample in (1, None):
+        with kfac_of(model, subsample=subsample) as kfac:
+            for x in parts:
+                y = torch.zeros(len(x), dtype=torch.long)
+                kfac.set_loss_terms(612, whole_step=True) if x is parts[0] else None
+                (F.cross_entropy(model(x), y, reduction="sum") / 612).backward()
+            kfac.step()
+            statistics.append([kfac.statistic("0/A"), kfac.statistic("0/G")])
         model.zero_grad()
-        F.cross_entropy(model(x[:100]), y[:100]).backward()
-        assert kfac.engine.capture.current.positions == {"0/A": 200, "2/A": 100}
+    for whole, some in zip(*statistics, strict=True):
+        near(some, whole)

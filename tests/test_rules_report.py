@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.rules import jobs
+from benchmarks.rules.__main__ import to_do
 from benchmarks.rules.contenders import CONTENDERS
 from benchmarks.rules.outcomes import Evaluation, Outcome, append_outcome, read_outcomes
 from benchmarks.rules.report import (
@@ -131,7 +132,12 @@ def test_the_shortest_whole_schedule_that_reaches_what_others_come_to() -> None:
         "| polar | 46.7 | 52.0 | 24 | 5 |",
         "| soap | 41.0 | 46.5 | 48 | 5 |",
         "| muon | - | 45.0 | - | - |",
+        "| lars | - | - | - | - |",
     ]
+    other_lr = dataclasses.replace(ones[f"{short.name}-final-soap-r1"], settings={})
+    table = "".join(schedules_table(ones | known(other_lr), [long, short]))
+    assert "| 24 steps | 48 steps | steps to 45.0% |" in table
+    assert "soap" not in table
     assert not [*schedules_table(ones, [other, long])]
     assert (short.place, other.place) == (
         "cifar10, resnet8, batch 512",
@@ -173,6 +179,15 @@ def test_finals_can_take_the_trials_of_another_length(
     (job,) = jobs.final_jobs(short, sgd, ones, 1, 1, SETTING)
     assert job.name == f"{short.name}-final-sgd-r1"
     assert job.settings == {"optimizer.lr": "0.1"}
+
+
+def test_a_run_with_other_options_is_not_taken_for_done() -> None:
+    job = jobs.Job(name="a", settings={"optimizer.lr": "0.1"}, command=[])
+    one = dataclasses.replace(outcome("x", 1.0), name="a")
+    assert to_do([job], {}) == [job]
+    assert to_do([job], known(one)) == []
+    with pytest.raises(SystemExit, match=r"a was run with .*'0.1'.* now with .*'0.2'"):
+        to_do([dataclasses.replace(job, settings={"optimizer.lr": "0.2"})], known(one))
 
 
 def test_every_contender_gets_the_same_points_and_is_tried_in_turn(

@@ -39,7 +39,12 @@ from threading import Lock
 from benchmarks.common import KEEP_MEMORY
 from benchmarks.rules.contenders import ABLATIONS, CONTENDERS, Contender
 from benchmarks.rules.jobs import Job, Setting, final_jobs, tuning_jobs
-from benchmarks.rules.outcomes import append_outcome, read_outcomes, read_run
+from benchmarks.rules.outcomes import (
+    Outcome,
+    append_outcome,
+    read_outcomes,
+    read_run,
+)
 from benchmarks.rules.report import LEDGER, write
 
 _appending = Lock()
@@ -98,6 +103,18 @@ def jobs_of(options: argparse.Namespace, setting: Setting) -> Iterator[Job]:
     return tuning_jobs(setting, contenders, options.what, options.trials)
 
 
+def to_do(jobs: Sequence[Job], known: Mapping[str, Outcome]) -> list[Job]:
+    """The jobs that no outcome is known of."""
+    for job in jobs:
+        one = known.get(job.name)
+        if one is not None and one.settings != job.settings:
+            raise SystemExit(
+                f"{job.name} was run with {dict(one.settings)}, and would be now with "
+                f"{dict(job.settings)}: take its line out of the ledger first."
+            )
+    return [job for job in jobs if job.name not in known]
+
+
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -137,8 +154,7 @@ def main() -> None:
             steps=options.steps,
         )
         options.runs.mkdir(parents=True, exist_ok=True)
-        known = read_outcomes(options.ledger)
-        jobs = [job for job in jobs_of(options, setting) if job.name not in known]
+        jobs = to_do([*jobs_of(options, setting)], read_outcomes(options.ledger))
         print(f"{len(jobs)} runs to go.", flush=True)
         with ThreadPoolExecutor(options.parallel) as pool:
             list(pool.map(lambda job: run(job, options.runs, options.ledger), jobs))

@@ -46,8 +46,9 @@ class Setting:
     @property
     def network(self) -> tuple[str, str]:
         """The model's name, and its width where the name ends with one: resnet8w8."""
-        name, _, width = self.model.partition("w")
-        return name, width
+        found = re.fullmatch(r"(.+?)(?:w(\d+))?", self.model)
+        assert found is not None
+        return found[1], found[2] or ""
 
     @property
     def data_name(self) -> str:

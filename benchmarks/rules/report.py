@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -142,24 +142,34 @@ def schedules_table(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
     """Where whole schedules of several lengths end, and the shortest to a target.
 
     ``settings`` differ in steps alone. The target is the best that a rule that is not
-    ours comes to with the longest.
+    ours comes to with the longest. A rule with other options at one of the lengths is
+    left out: they are tuned for the longest.
     """
-    ends = {s.steps: _mean_ends(finals_of(known, s)) for s in settings}
-    ends = {steps: found for steps, found in ends.items() if found}
+    finals = {s.steps: finals_of(known, s) for s in settings}
+    finals = {steps: finals[steps] for steps in sorted(finals) if finals[steps]}
+    names = [n for n in CONTENDERS if _tuned_once(n, finals.values())]
+    ends = {steps: _mean_ends(found) for steps, found in finals.items()}
     longest = max(ends, default=0)
-    rivals = [x for name, (x, _) in ends.get(longest, {}).items() if not _own(name)]
+    best = {name: ends[longest][name][0] for name in names if name in ends[longest]}
+    rivals = [x for name, x in best.items() if not _own(name)]
     if len(ends) < 2 or not rivals:
         return
     target = math.floor(10 * max(rivals)) / 10
     yield "| rule |" + "".join(f" {steps} steps |" for steps in ends)
     yield f" steps to {target:.1f}% | CPU s to it |\n" + "|---" * (len(ends) + 3)
     yield "|\n"
-    for name in sorted(ends[longest], key=lambda n: -ends[longest][n][0]):
+    for name in sorted(names, key=lambda n: -best.get(n, -math.inf)):
         row = {steps: found[name] for steps, found in ends.items() if name in found}
         cells = [f"{row[steps][0]:.1f}" if steps in row else "-" for steps in ends]
         first = next((n for n, (x, _) in row.items() if x >= target), None)
         cells += [f"{first}", f"{row[first][1]:.0f}"] if first else ["-", "-"]
         yield f"| {name} | " + " | ".join(cells) + " |\n"
+
+
+def _tuned_once(name: str, finals: Iterable[Mapping[str, Sequence[Outcome]]]) -> bool:
+    """Whether a rule took part, with the same options at all lengths and seeds."""
+    runs = [x for found in finals for x in found.get(name, ())]
+    return bool(runs) and all(x.settings == runs[0].settings for x in runs)
 
 
 def _own(name: str) -> bool:
@@ -215,12 +225,17 @@ def summary(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
     yield from overview_table(known, settings)
     yield "\nPolar's defaults against everything that was tried of it:\n"
     yield from defaults_table(known, settings)
-    yield "\nWhole schedules of several lengths, at the settings tuned for the longest"
-    yield ": mean accuracy of the seeds at the end, and the shortest that reaches what "
-    yield "the best of the others comes to in the longest:\n"
-    for place in dict.fromkeys(s.place for s in settings):
-        found = [*schedules_table(known, [s for s in settings if s.place == place])]
-        yield from [f"\n{place}:\n\n", *found] if found else []
+    tables = {
+        place: [*schedules_table(known, [s for s in settings if s.place == place])]
+        for place in dict.fromkeys(s.place for s in settings)
+    }
+    if any(tables.values()):
+        yield "\nWhole schedules of several lengths, at the options tuned for the "
+        yield "longest: mean accuracy of the seeds at the end (- where one missed), "
+        yield "and the shortest that reaches what the best of the others comes to in "
+        yield "the longest:\n"
+    for place, table in tables.items():
+        yield from [f"\n{place}:\n\n", *table] if table else []
 
 
 def details(known: Known, setting: Setting) -> Iterator[str]:

@@ -102,8 +102,6 @@ class Capture:
         step: the number of the step, from which subsampling draws.
         on_forward: called before a forward that is to be captured.
         bases: says in which eigenbases a block's S is to be estimated, if any.
-        parts: says in how many calls, of all ranks, a layer sees a step's examples, by
-            the name of a statistic, as far as is known.
         on_growth: called with a statistic's name each time its sum has grown.
         on_abandon: called when a step's captures are dropped because it was skipped.
     """
@@ -116,6 +114,7 @@ class Capture:
         loss: str,
         sampled: bool,
         subsample: int | None = 1,
+        world: int = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
         meter: Meter | None = None,
     ) -> None:
@@ -125,12 +124,11 @@ class Capture:
         self.on_growth: Callable[[str], None] | None = None
         self.bases: Callable[[Block], tuple[Tensor, Tensor] | None] = lambda _: None
         self.on_abandon: Callable[[], None] | None = None
-        self.parts: Callable[[str], int] = lambda _: 1
         self.fired: set[str] = set()
         self._model = model
         self._loss = loss
         self._sampled = sampled
-        self._subsample = subsample
+        self._subsample, self._world = subsample, world
         self._sampling = False
         self._scaler = grad_scaler
         self._loss_scale: float | None = None
@@ -252,9 +250,10 @@ class Capture:
                 f"The bias of {block.name} was frozen or unfrozen after its layer was "
                 "registered. Must be done before KFAC or SPNGD is made."
             )
-        rows, scale = self._rows(block, x, output)
+        rows, scale = self._rows(block, module, x, output)
         with self._estimating(block, want[0], x.device.type):
             observed = block.kind.observe(module, x[rows], output, want)
+            observed.stand_for(scale)
         call = Call(
             block=block,
             module=module,
@@ -269,25 +268,24 @@ class Capture:
         )
         output.register_hook(partial(self._after_backward, call))
 
-    def _rows(self, block: Block, x: Tensor, output: Tensor) -> tuple[slice, float]:
+    def _rows(
+        self, block: Block, module: nn.Module, x: Tensor, output: Tensor
+    ) -> tuple[slice, float]:
         """Every k-th example from a random start: a view, and each equally likely."""
-        if block.kind is None or not block.kind.subsampled or len(x) != len(output):
-            return slice(None), 1.0
-        stride = min(self._subsample or self._enough(block, output), len(x))
-        if stride == 1:
-            return slice(None), 1.0
+        assert block.kind is not None
+        whole = slice(None), 1.0
+        vectors = block.kind.vectors(module, output) if len(x) == len(output) else 0
+        if not vectors:
+            return whole
+        everyone = len(x) * self._world
+        stride = self._subsample or block.spec.enough_stride(everyone, vectors)
+        stride = min(stride, len(x))
+        if stride <= 1:
+            return whole
         # From step and micro-batch alone: alike on all ranks and after a restart.
-        draw = random.Random(f"{self.step}/{len(self._captured.terms.get('', ()))}")
-        start = draw.randrange(stride)
+        before = max(map(len, self._captured.terms.values()), default=0)
+        start = random.Random(f"{self.step}/{before}").randrange(stride)
         return slice(start, None, stride), len(x) / len(range(start, len(x), stride))
-
-    def _enough(self, block: Block, output: Tensor) -> int:
-        """The stride that leaves as many examples of the step as the block needs."""
-        spec = block.spec
-        examples = len(output) * self.parts(spec.statistics[0].name)
-        reduced = block.kind is not None and block.kind.options.sharing == "reduce"
-        positions = 1 if reduced else output[0].numel() // _features(block)
-        return spec.enough_stride(examples, positions)
 
     def _expect_terms(self, block: Block, output: Tensor) -> None:
         """Count a micro-batch in which, so far, no layer with a due statistic ran."""

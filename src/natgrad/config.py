@@ -78,7 +78,7 @@ class Curvature:
         rest: the rule for parameters without a block: their ``"plain"`` gradient, or
             ``"adaptive"``: divided by the root of its second moment, as in Adam.
         rest_rate: multiplies the updates of ``rest="adaptive"``, > 0: the learning rate
-            of those parameters as a part of the others'.
+            of those parameters as a part of the others'. Of no use with ``"plain"``.
         beta2: decay of the second moments of the ``"adaptive"`` rules, in [0, 1).
         damping: lambda, added to the Fisher: a number >= 0, or a function of the
             step (counted from 0).
@@ -103,9 +103,8 @@ class Curvature:
         skip: names of layers, or of modules that contain layers, that keep their plain
             gradient.
         subsample: estimate from every k-th example, starting at a random one; 1 uses
-            all. None: from as many as each layer needs
-            (`natgrad.plan.spec.enough_examples`), however large the batch.
-            Unbiased, and the same choice on every rank.
+            all. None: of each forward from as many as each layer needs
+            (`natgrad.plan.spec.enough_examples`), on all ranks together. Unbiased.
     """
 
     statistics: Sides = "both"

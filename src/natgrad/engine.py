@@ -105,6 +105,7 @@ class Engine:
             loss=config.loss,
             sampled=config.fisher == "sampled",
             subsample=config.subsample,
+            world=self.comm.world,
             grad_scaler=grad_scaler,
             meter=self.meter,
         )
@@ -114,9 +115,6 @@ class Engine:
             name, self.capture.current
         )
         self.capture.on_abandon = lambda: self._outbox.abandon()
-        self.capture.parts = lambda name: (
-            self.comm.world * self._outbox.sums.expected.get(name, 1)
-        )
         self.begin()
 
     def _connect(self, plan: Plan) -> Communicator:

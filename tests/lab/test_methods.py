@@ -126,12 +126,15 @@ def test_a_trust_ratio_gives_a_change_the_weights_norm(name: Any) -> None:
     torch.testing.assert_close(change.norm(), 0.025 * before.norm())
 
 
-def test_a_trust_ratio_is_for_matrices_and_adamw_has_the_rest() -> None:
+@pytest.mark.parametrize(("rest_lr", "rate"), [(0.03, 0.03), (None, 0.01)])
+def test_a_trust_ratio_is_for_matrices_and_adamw_has_the_rest(
+    rest_lr: float | None, rate: float
+) -> None:
     model: Any = net()
-    settings: Any = {"lr": 0.05, "momentum": 0.0, "trust": True, "rest_lr": 0.01}
+    settings: Any = {"lr": 0.05, "momentum": 0.0, "trust": True, "rest_lr": rest_lr}
     config = TrainConfig(optimizer=OptimizerConfig(name="sgd", **settings))
     optimizer = methods.make(model, config, examples=100).optimizer
-    assert [g["lr"] for g in optimizer.param_groups] == [0.05, 0.01]
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.05, rate])
     weight, bias = model[0].weight.detach().clone(), model[0].bias.detach().clone()
     backward(model, 0)
     direction = -model[0].weight.grad / model[0].weight.grad.norm()
@@ -140,4 +143,4 @@ def test_a_trust_ratio_is_for_matrices_and_adamw_has_the_rest() -> None:
     torch.testing.assert_close(change, 0.05 * weight.norm() * direction)
     # Adam's first step has the learning rate's size
     moved = (model[0].bias.detach() - bias).abs()
-    torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-3, atol=0)
+    torch.testing.assert_close(moved, torch.full_like(moved, rate), rtol=1e-3, atol=0)

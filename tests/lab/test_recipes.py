@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+import natgrad
+import natgrad_lab.train.methods
 from natgrad_lab import models
 from natgrad_lab.errors import UserError
 from natgrad_lab.recipes import FILES, RECIPES, find
@@ -44,6 +46,22 @@ def test_a_recipe_builds_on_meta(name: str) -> None:
     assert (method.curved is not None) == config.optimizer.curved
     assert config.accumulation(1)[0] * config.accumulation(1)[1] == config.batch
     method.close()
+
+
+@pytest.mark.parametrize("name", ["digits-polar", "cifar10-polar-2048"])
+def test_polar_s_recipes_have_its_defaults(name: str) -> None:
+    config = RECIPES[name].config
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with make(model, config, examples=100).optimizer as made:  # type: ignore
+        own = {"beta2", "damping", "decay", "refresh", "rest_rate", "subsample"}
+        found = {name: getattr(made.engine.config, name) for name in own}
+        momentum = made.param_groups[0]["momentum"]
+    with natgrad.Polar(model, lr=0.1) as default:
+        wanted = {name: getattr(default.engine.config, name) for name in own}
+        assert default.param_groups[0]["momentum"] == momentum
+    assert found.pop("damping")(0) == wanted.pop("damping")
+    assert found == wanted
+    assert wanted["rest_rate"] == natgrad_lab.train.methods.REST_RATE
 
 
 @pytest.mark.parametrize("name", RECIPES)

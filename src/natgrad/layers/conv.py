@@ -1,5 +1,6 @@
 """Convolutions: A from patches, G from output gradients (SP-NGD, eq. 11)."""
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -42,6 +43,10 @@ class Conv(Kronecker):
             right="A",
             left="G",
         )
+
+    def vectors(self, module: nn.Module, y: Tensor) -> int:
+        spatial = parameter(module, "weight").dim() - 2
+        return math.prod(y.shape[2:]) if y.dim() == spatial + 2 else 0
 
     def observe(
         self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]

@@ -92,13 +92,18 @@ class Observed:
     positions: int = 0
     kept: tuple[Tensor, ...] = ()
 
+    def stand_for(self, scale: float) -> None:
+        """Each example that was looked at counts for so many; their sum is whole."""
+        if scale != 1.0:
+            for moment in self.moments.values():
+                moment.mul_(scale)
+            self.positions = round(scale * self.positions)
+
 
 class LayerKind(ABC):
     """One kind of layer. Moments are sums; scaling by counts is done elsewhere."""
 
     name: str
-    subsampled: bool = True
-    """Whether part of the examples is enough to estimate its statistics."""
     rescaled: bool = False
     """Whether SP-NGD's weight rescaling (eq. 24) applies."""
 
@@ -112,6 +117,14 @@ class LayerKind(ABC):
     @abstractmethod
     def layout(self, module: nn.Module) -> Layout:
         """The shape of the module's block."""
+
+    def vectors(self, module: nn.Module, y: Tensor) -> int:
+        """How many vectors each example gives to the factors, by the layer's output y.
+
+        With it, part of the examples (of the first dim) may be looked at; 0: always all
+        of them.
+        """
+        return 0
 
     @abstractmethod
     def observe(

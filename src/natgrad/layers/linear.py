@@ -1,5 +1,6 @@
 """Linear layers: A from inputs, G from output gradients (SP-NGD, eq. 9)."""
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -30,6 +31,11 @@ class Linear(Kronecker):
         rows, cols = parameter(module, "weight").shape
         bias = optional_parameter(module, "bias") is not None
         return Layout(stack=1, rows=rows, cols=cols + bias, right="A", left="G")
+
+    def vectors(self, module: nn.Module, y: Tensor) -> int:
+        if y.dim() < 2:
+            return 0  # one example, without a dim for it
+        return 1 if self.options.sharing == "reduce" else math.prod(y.shape[1:-1])
 
     def observe(
         self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]

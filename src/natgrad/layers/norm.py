@@ -27,10 +27,11 @@ FORMS = {"unit": unit_moment, "diag": diagonal_moment, "full": full_moment}
 
 
 class Norm(LayerKind):
-    """What the normalisation layers share; each says how it normalises."""
+    """What the normalisation layers share; each says how it normalises.
 
-    # xhat needs the whole batch, and these statistics are cheap
-    subsampled = False
+    They look at all examples: xhat needs the whole batch, and these statistics are
+    cheap.
+    """
 
     def refuse(self, module: nn.Module) -> str:
         if self.options.norm == "skip":

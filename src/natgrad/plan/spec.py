@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FLOAT_BYTES = 4
-KINDS = ("A", "G", "S", "unit", "diag", "full")
+FACTORS = ("A", "G")
+KINDS = (*FACTORS, "S", "unit", "diag", "full")
 SIDES = ("right", "left", "both")
-# Positions of one example are alike: few examples are not enough, however many those.
+# Vectors of one example are alike: so many examples at least, whatever they give.
 FEWEST_EXAMPLES = 64
 # An estimate of n x n has the rank of its vectors; running averages join several.
 VECTORS_A_ROW = 2
@@ -25,12 +26,12 @@ def _positive(owner: str, **values: int) -> None:
             raise ValueError(f"Invalid {key}={value} of {owner!r}. Must be >= 1.")
 
 
-def enough_examples(size: int, positions: int) -> int:
-    """How many examples, of so many positions each, a factor ``(size, size)`` needs.
+def enough_examples(size: int, vectors: int) -> int:
+    """How many examples, of so many vectors each, a factor ``(size, size)`` needs.
 
     At least 64, and so many that there are two vectors for each of its rows.
     """
-    return max(FEWEST_EXAMPLES, -(-VECTORS_A_ROW * size // positions))
+    return max(FEWEST_EXAMPLES, -(-VECTORS_A_ROW * size // vectors))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +91,10 @@ class BlockSpec:
         """Elements of the block's gradient."""
         return self.stack * self.rows * self.cols
 
-    def enough_stride(self, examples: int, positions: int) -> int:
-        """The k of which every k-th example is enough to estimate the factors.
+    def enough_stride(self, examples: int, vectors: int) -> int:
+        """The largest k for which every k-th of the examples is enough for the factors.
 
-        Of an embedding all are: its counts cost nothing, and each row matters.
+        ``vectors`` is what each example gives to a factor: A's rows, or G's.
         """
-        factors = [s for s in self.statistics if s.kind in ("A", "G")]
-        if not factors or any(s.diagonal for s in factors):
-            return 1
-        enough = enough_examples(max(s.size for s in factors), positions)
-        return max(1, examples // enough)
+        size = max((s.size for s in self.statistics if s.kind in FACTORS), default=1)
+        return max(1, examples // enough_examples(size, vectors))

@@ -43,9 +43,10 @@ class Layer:
 
         ``subsample`` is the library's: every k-th, or None for as many as are enough.
         """
-        if all(spec.kind not in ("A", "G") for spec in self.spec.statistics):
+        embeds = any(s.kind == "A" and s.diagonal for s in self.spec.statistics)
+        if embeds or not self.forward_flops:  # or a norm
             return batch
-        enough = self.spec.enough_stride(batch * world, max(1, self.positions))
+        enough = self.spec.enough_stride(batch * world, self.positions)
         return max(1.0, batch / (subsample or enough))
 
     def statistic_flops(self, spec: StatisticSpec) -> float:

@@ -160,7 +160,7 @@ class CurvatureConfig:
     rest: Literal["plain", "adaptive"] = "plain"
     """Parameters without a block (kfac and spngd): plain gradient, or Adam's root."""
     rest_rate: float = 1.0
-    """Adam's root (and polar): the learning rate of those, as a part of lr."""
+    """With Adam's root, and polar: the learning rate of those parameters over lr."""
     damping: float = 1e-3
     """lambda; the value reached after the warmup when there is one."""
     damping_start: float | None = None
