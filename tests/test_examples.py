@@ -70,6 +70,7 @@ def test_an_example(
 
 def as_rank(rank: int, port: int, path: str, arguments: list[str]) -> str:
     """Run an example as torchrun would; returns what it prints."""
+    dist.barrier()  # a group that is gone breaks the other rank's connecting to it
     dist.destroy_process_group()
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()}
