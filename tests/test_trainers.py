@@ -178,6 +178,7 @@ def as_launched(rank: int, port: int) -> None:
 
     Both ranks see the same batches, so that their mean is what one would see.
     """
+    dist.barrier()  # a group that is gone breaks the other rank's connecting to it
     dist.destroy_process_group()
     names = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": 2}
     names |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
