@@ -36,6 +36,10 @@ MOMENTUM: dict[str, Range] = {"1-optimizer.momentum": (0.02, 0.2)}
 # What is scale-free does better with less of it in short runs.
 LESS: dict[str, Range] = {"1-optimizer.momentum": (0.05, 0.4)}
 TRUSTED: dict[str, Range] = {LR: (0.02, 0.4)}
+SOAPS: Range = (2e-3, 6e-2)
+# Half of the points in `LESS` have more momentum than short runs like, which leaves few
+# learning rates: who is to be beaten is tuned like Polar's defaults too.
+POLARS_MOMENTUM = {"optimizer.momentum": "0.8"}
 
 # Polar as the options of SPNGD, so that one can be exchanged.
 POLAR: dict[str, str] = {
@@ -66,8 +70,17 @@ CONTENDERS: dict[str, Contender] = {
         fixed={"optimizer.momentum": "0.95"},  # as published
     ),
     "muon+trust": Contender(method="muon_trust", tuned={**TRUSTED, **LESS}),
-    "soap": Contender(method="soap", tuned={LR: (2e-3, 6e-2), **LESS}),
+    "muon+trust, only lr tuned": Contender(
+        method="muon_trust", tuned=TRUSTED, fixed=POLARS_MOMENTUM
+    ),
+    "soap": Contender(method="soap", tuned={LR: SOAPS, **LESS}),
+    "soap, only lr tuned": Contender(
+        method="soap", tuned={LR: SOAPS}, fixed=POLARS_MOMENTUM
+    ),
     "soap+trust": Contender(method="soap_trust", tuned={**TRUSTED, **LESS}),
+    "soap+trust, only lr tuned": Contender(
+        method="soap_trust", tuned=TRUSTED, fixed=POLARS_MOMENTUM
+    ),
     # without momentum, which it mixes with plain gradients and diverges by
     "shampoo": Contender(
         method="shampoo",
