@@ -115,6 +115,35 @@ def ranges_figure(
     _save(figure, path)
 
 
+def rates_figure(
+    panels: Mapping[str, tuple[str, Mapping[str, Line]]], path: Path
+) -> None:
+    """Where rules end against their learning rate, a panel for each setting.
+
+    A panel is what its axis shows, and the rates and values by rule; ours is thick.
+    """
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    size = (4.4 * columns, 3.0 * lines)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False)
+    names = [*dict.fromkeys(n for _, rules in panels.values() for n in rules)]
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, (title, (label, rules)) in zip(axes.flat, panels.items(), strict=False):
+        for name, (x, y) in rules.items():
+            width = 2.2 if name.startswith("polar") else 1.2
+            colour = BLUES[names.index(name) % len(BLUES)]
+            axis.plot(x, y, "-o", ms=3, lw=width, color=colour, label=name)
+        axis.set_xscale("log")
+        axis.set_title(title, fontsize=8)
+        axis.set_xlabel("learning rate", fontsize=8)
+        axis.set_ylabel(label, fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=6)
+    _save(figure, path)
+
+
 def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()

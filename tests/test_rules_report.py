@@ -13,6 +13,7 @@ from benchmarks.rules.report import (
     finals_table,
     overview_table,
     panel,
+    rates,
     schedules_table,
     tuning_table,
 )
@@ -157,6 +158,23 @@ def test_the_figure_shows_each_seed_of_the_finals_best_rule_first() -> None:
         {"polar": [52.0, 54.0], "soap": [46.0]},
     )
     assert panel(known(outcome("final-soap-r1", 46.0)), SETTING) is None
+
+
+def test_the_other_figure_shows_trials_by_learning_rate() -> None:
+    def trial(name: str, lr: str, accuracy: float, ending: str = "done") -> Outcome:
+        one = outcome(f"tune-{name}__only_lr_tuned-t{lr}", accuracy, ending=ending)
+        return dataclasses.replace(one, settings={"optimizer.lr": lr})
+
+    ones = known(
+        trial("polar", "3", 50.0),
+        trial("polar", "1", 40.0),
+        trial("muon+trust", "2", 45.0),
+        trial("muon+trust", "4", 99.0, ending="diverged"),
+        outcome("tune-soap-t0", 99.0),
+    )
+    lines = {"polar": ([1.0, 3.0], [40.0, 50.0]), "muon+trust": ([2.0], [45.0])}
+    assert rates(ones, SETTING) == ("accuracy, %", lines)
+    assert rates(known(trial("polar", "1", 40.0)), SETTING) is None
 
 
 def test_a_model_may_be_named_with_its_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from benchmarks.comparison import cpu_name
-from benchmarks.figures import ranges_figure
+from benchmarks.figures import Line, ranges_figure, rates_figure
 from benchmarks.rules.contenders import ABLATIONS, CONTENDERS, Contender
 from benchmarks.rules.jobs import Setting, best_trial, settings_in, trials_of
 from benchmarks.rules.outcomes import Outcome, read_outcomes
 
 RESULTS = Path(__file__).parents[1] / "results"
 LEDGER = RESULTS / "rules.jsonl"
-DEFAULTS = "polar, only lr tuned"
+ONLY_LR = ", only lr tuned"
+DEFAULTS = f"polar{ONLY_LR}"
 POLARS = [name for name in CONTENDERS if name.startswith("polar")]
 Known = Mapping[str, Outcome]
 
@@ -202,21 +204,48 @@ def panel(known: Known, setting: Setting) -> tuple[str, dict[str, list[float]]] 
     )
     if len(order) < 2:
         return None
-    label, sign = ("test loss", -1) if setting.data == "text" else ("accuracy, %", 1)
+    label, sign = _axis(setting)
     return label, {name: [sign * x for x in scores[name]] for name in order}
 
 
-Panels = dict[str, tuple[str, dict[str, list[float]]]]
+def rates(known: Known, setting: Setting) -> tuple[str, dict[str, Line]] | None:
+    """What the other figure shows: trials of rules that only had their rate tuned.
+
+    By rate, without misses; None if there are none, or only those of one rule.
+    """
+    label, sign = _axis(setting)
+    found: dict[str, Line] = {}
+    for name in [DEFAULTS, *(n for n in CONTENDERS if n.endswith(ONLY_LR))]:
+        trials = trials_of(known, setting, "tune", name)
+        pairs = sorted(
+            (float(x.settings["optimizer.lr"]), sign * x.score)
+            for x in trials
+            if not x.missed
+        )
+        if pairs:
+            found[name.removesuffix(ONLY_LR)] = (
+                [p[0] for p in pairs],
+                [p[1] for p in pairs],
+            )
+    return (label, found) if len(found) > 1 else None
 
 
-def panels_of(known: Known, settings: Sequence[Setting]) -> Panels:
-    """The figure's panels, by title."""
-    found = {s: panel(known, s) for s in settings}
-    return {
-        f"{s.place},\n{s.steps} steps": each
-        for s, each in found.items()
-        if each is not None
-    }
+def _axis(setting: Setting) -> tuple[str, int]:
+    """What an axis of scores shows, and the sign to show them with."""
+    return ("test loss", -1) if setting.data == "text" else ("accuracy, %", 1)
+
+
+Panel = TypeVar("Panel")
+
+
+def panels_of(
+    known: Known,
+    settings: Sequence[Setting],
+    make: Callable[[Known, Setting], Panel | None],
+) -> dict[str, Panel]:
+    """A figure's panels, by title."""
+    found = {f"{s.place},\n{s.steps} steps": make(known, s) for s in settings}
+    return {title: each for title, each in found.items() if each is not None}
 
 
 def summary(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
@@ -249,7 +278,7 @@ def details(known: Known, setting: Setting) -> Iterator[str]:
 
 
 def write(ledger: Path, results: Path) -> None:
-    """Tabulate a file of outcomes into ``rules.md`` and ``rules.png``."""
+    """Tabulate a file of outcomes into ``rules.md``, with its figures beside it."""
     known = read_outcomes(ledger)
     settings = settings_in(known)
     text = ["# Update rules, tuned with equal budgets\n\n"]
@@ -257,10 +286,14 @@ def write(ledger: Path, results: Path) -> None:
     text += [f"torch {torch.__version__}, one thread a run, {os.cpu_count()} cores of "]
     text += [f"{cpu_name()}.\n\n## All settings\n"]
     results.mkdir(exist_ok=True)
-    if panels := panels_of(known, settings):
-        ranges_figure(panels, results / "rules.png")
+    if ends := panels_of(known, settings, panel):
+        ranges_figure(ends, results / "rules.png")
         text += ["\n![Mean and range of the seeds that settings were not chosen by]"]
         text += ["(rules.png)\n"]
+    if lines := panels_of(known, settings, rates):
+        rates_figure(lines, results / "rules_rates.png")
+        text += ["\n![One trial at each learning rate, all at momentum 0.8]"]
+        text += ["(rules_rates.png)\n"]
     text += summary(known, settings)
     for setting in settings:
         text += details(known, setting)
