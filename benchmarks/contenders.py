@@ -22,7 +22,8 @@ from benchmarks.common import (
     STATISTICS,
     Contender,
 )
-from natgrad_lab.train.muon import FlatMuon
+from natgrad_lab.train import methods
+from natgrad_lab.train.config import OptimizerConfig, TrainConfig
 
 LR = 1e-3
 CYCLE = (FULL, STATISTICS, PLAIN, PLAIN, PLAIN)
@@ -87,8 +88,10 @@ def _plain(
 
 
 def state_of(optimizer: Any) -> list[Any]:
-    """Everything an optimizer keeps, its parts' too."""
-    return [dict(part.state) for part in (optimizer, *getattr(optimizer, "_parts", ()))]
+    """Everything an optimizer keeps, and those inside it."""
+    inside = [part for part, _ in getattr(optimizer, "_parts", ())]
+    inside += [optimizer._inner] if hasattr(optimizer, "_inner") else []
+    return [dict(optimizer.state), *(x for each in inside for x in state_of(each))]
 
 
 def _sgd(model: nn.Module) -> Optimizer:
@@ -100,12 +103,8 @@ def _adamw(model: nn.Module) -> Optimizer:
 
 
 def _muon(model: nn.Module) -> Optimizer:
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    parameters = list(model.parameters())
-    flat = [p.dim() >= 2 and id(p) not in tables for p in parameters]
-    matrices = list(itertools.compress(parameters, flat))
-    rest = list(itertools.compress(parameters, [not x for x in flat]))
-    return FlatMuon(matrices, rest, lr=LR, rest_lr=LR)
+    config = TrainConfig(optimizer=OptimizerConfig(name="muon", lr=LR, momentum=0.95))
+    return methods.make(model, config, examples=1).optimizer
 
 
 # -- natgrad --------------------------------------------------------------------------

@@ -206,6 +206,11 @@ def test_a_run_with_other_options_is_not_taken_for_done() -> None:
     assert to_do([job], known(one)) == []
     with pytest.raises(SystemExit, match=r"a was run with .*'0.1'.* now with .*'0.2'"):
         to_do([dataclasses.replace(job, settings={"optimizer.lr": "0.2"})], known(one))
+    one = dataclasses.replace(one, command="cifar10-sgd --steps 48")
+    with pytest.raises(
+        SystemExit, match=r"with .*--steps 48, .* now with .*--steps 4:"
+    ):
+        to_do([dataclasses.replace(job, command=["--steps", "4"])], known(one))
 
 
 def test_every_contender_gets_the_same_points_and_is_tried_in_turn(

@@ -10,9 +10,10 @@ is appended to ``results/rules.jsonl``, and a run that is there is not repeated:
 script can be stopped at any moment and gone on with in any clone, and pieces (data,
 batch, ``--contenders``) can be run in any order. ``report`` tabulates what there is.
 
-- ``tune``: each contender gets the same points of a Sobol sequence, mapped to ranges of
-  its own for the learning rate and one other setting; whole schedules (cosine after a
-  warmup of a twentieth), one seed. A run that diverges is a miss and counts as one.
+- ``tune``: each contender gets the same points of a Sobol sequence (of its dimension),
+  mapped to ranges of its own for the learning rate and, unless its name says
+  otherwise, one other setting; whole schedules (cosine after a warmup of a twentieth),
+  one seed. A run that diverges is a miss and counts as one.
 - ``finals``: the best trial of each contender, by test accuracy, with fresh seeds;
   ``--tuned-model`` and ``--tuned-steps`` take the trials of
   another model or another number of steps. A schedule that is cut short is no whole
@@ -28,6 +29,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -59,7 +61,7 @@ def run(job: Job, runs: Path, ledger: Path) -> None:
     command += ["--threads", "1", "--out", str(out)]
     environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    one = read_run(out, job.settings)
+    one = read_run(out, job.settings, shlex.join(job.command))
     # A run that diverged is a result: a miss.
     if done.returncode not in (0, 3) or one is None:
         print(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}", flush=True)
@@ -107,11 +109,17 @@ def to_do(jobs: Sequence[Job], known: Mapping[str, Outcome]) -> list[Job]:
     """The jobs that no outcome is known of."""
     for job in jobs:
         one = known.get(job.name)
-        if one is not None and one.settings != job.settings:
-            raise SystemExit(
-                f"{job.name} was run with {dict(one.settings)}, and would be now with "
-                f"{dict(job.settings)}: take its line out of the ledger first."
-            )
+        if one is None:
+            continue
+        for was, now in (
+            (dict(one.settings), dict(job.settings)),
+            (one.command, shlex.join(job.command)),
+        ):
+            if was and was != now:
+                raise SystemExit(
+                    f"{job.name} was run with {was}, and would be now with {now}: "
+                    "take its line out of the ledger first."
+                )
     return [job for job in jobs if job.name not in known]
 
 

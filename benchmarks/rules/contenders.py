@@ -37,6 +37,7 @@ MOMENTUM: dict[str, Range] = {"1-optimizer.momentum": (0.02, 0.2)}
 LESS: dict[str, Range] = {"1-optimizer.momentum": (0.05, 0.4)}
 TRUSTED: dict[str, Range] = {LR: (0.02, 0.4)}
 SOAPS: Range = (2e-3, 6e-2)
+BOLD: Range = (0.01, 0.15)
 # Half of the points in `LESS` have more momentum than short runs like, which leaves few
 # learning rates: who is to be beaten is tuned like Polar's defaults too.
 POLARS_MOMENTUM = {"optimizer.momentum": "0.8"}
@@ -63,11 +64,15 @@ ADAM: dict[str, str] = {
 CONTENDERS: dict[str, Contender] = {
     "sgd": Contender(method="sgd", tuned={LR: (0.05, 3.0), **MOMENTUM}),
     "lars": Contender(method="lars", tuned={**TRUSTED, **LESS}),
-    "adamw": Contender(method="adamw", tuned={LR: (1e-3, 6e-2), **MOMENTUM}),
+    "adamw": Contender(
+        method="adamw",
+        tuned={LR: (1e-3, 6e-2), **MOMENTUM},
+        fixed={"optimizer.beta2": "0.95"},  # 0.999 is too long a memory for such runs
+    ),
     "muon": Contender(
         method="muon",
-        tuned={LR: (0.01, 0.5), "optimizer.rest-lr": (0.02, 1.0)},
-        fixed={"optimizer.momentum": "0.95"},  # as published
+        tuned={LR: (0.01, 0.5), **LESS},
+        fixed={"optimizer.rest": "adamw"},
     ),
     "muon+trust": Contender(method="muon_trust", tuned={**TRUSTED, **LESS}),
     "muon+trust, only lr tuned": Contender(
@@ -77,9 +82,23 @@ CONTENDERS: dict[str, Contender] = {
     "soap, only lr tuned": Contender(
         method="soap", tuned={LR: SOAPS}, fixed=POLARS_MOMENTUM
     ),
+    # where six points of `soap` are best is a corner of their range
+    "soap, momentum 0.5, only lr tuned": Contender(
+        method="soap", tuned={LR: BOLD}, fixed={"optimizer.momentum": "0.5"}
+    ),
+    "soap, flat, momentum 0.5, only lr tuned": Contender(
+        method="soap",
+        tuned={LR: BOLD},
+        fixed={"optimizer.momentum": "0.5", "optimizer.flat": "True"},
+    ),
     "soap+trust": Contender(method="soap_trust", tuned={**TRUSTED, **LESS}),
     "soap+trust, only lr tuned": Contender(
         method="soap_trust", tuned=TRUSTED, fixed=POLARS_MOMENTUM
+    ),
+    "soap+trust, flat, only lr tuned": Contender(
+        method="soap_trust",
+        tuned=TRUSTED,
+        fixed={**POLARS_MOMENTUM, "optimizer.flat": "True"},
     ),
     # without momentum, which it mixes with plain gradients and diverges by
     "shampoo": Contender(

@@ -29,7 +29,11 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A run that came to an end of any kind; ``settings`` are what was tuned of it."""
+    """A run that came to an end of any kind.
+
+    ``settings`` are what was tuned of it, ``command`` is all that was asked for
+    (empty in lines that are older than it).
+    """
 
     name: str
     settings: Mapping[str, str]
@@ -37,6 +41,7 @@ class Outcome:
     steps: int
     cpu_seconds: float
     tests: tuple[Evaluation, ...]
+    command: str = ""
 
     @property
     def missed(self) -> bool:
@@ -53,7 +58,9 @@ class Outcome:
         return -last.loss if self.name.startswith("text-") else last.accuracy
 
 
-def read_run(folder: Path, settings: Mapping[str, str]) -> Outcome | None:
+def read_run(
+    folder: Path, settings: Mapping[str, str], command: str = ""
+) -> Outcome | None:
     """The outcome of a run folder; None for one that was cut off."""
     try:
         one = summarise(folder)
@@ -74,6 +81,7 @@ def read_run(folder: Path, settings: Mapping[str, str]) -> Outcome | None:
         steps=one.steps,
         cpu_seconds=round(one.cpu_seconds, 3),
         tests=tuple(tests),
+        command=command,
     )
 
 

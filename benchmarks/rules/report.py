@@ -101,6 +101,8 @@ def defaults_table(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
             for name in names:
                 if (best := best_trial(known, setting, stage, name)) is not None:
                     others[name] = best
+        if len(others) == 1:
+            continue
         name = max(others, key=lambda n: others[n].score)
         top = others[name].score
         behind = (top - own.score) / abs(top)

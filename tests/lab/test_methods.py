@@ -11,7 +11,7 @@ from torch import nn
 from natgrad_lab.errors import UserError
 from natgrad_lab.train import methods
 from natgrad_lab.train.config import CurvatureConfig, OptimizerConfig, TrainConfig
-from natgrad_lab.train.muon import FlatMuon, flat_view
+from natgrad_lab.train.flat import Flat, flat_view
 
 CURVED = CurvatureConfig(damping=0.1, norm="unit")
 
@@ -46,14 +46,15 @@ def test_muon_steps_flattened_convolutions_as_matrices(layout: Any) -> None:
     torch.testing.assert_close(flat_view(conv.detach()), matrix.detach())
 
 
-def test_muon_gives_the_rest_to_sgd_and_resumes() -> None:
-    def make(model: nn.Module) -> FlatMuon:
-        matrices = [p for p in model.parameters() if p.dim() > 1]
-        rest = [p for p in model.parameters() if p.dim() == 1]
-        return FlatMuon(matrices, rest, lr=0.05, rest_lr=0.2)
+def made(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    config = TrainConfig(optimizer=OptimizerConfig(**options))
+    return methods.make(model, config, examples=100).optimizer
 
+
+def test_muon_gives_the_rest_to_sgd_and_resumes() -> None:
     one, two = net(), net()
-    first, second = make(one), make(two)
+    options: Any = {"name": "muon", "lr": 0.05, "rest_lr": 0.2}
+    first, second = made(one, **options), made(two, **options)
     backward(one, 0)
     bias = one[0].bias  # type: ignore[index]
     expected = bias.detach() - 0.2 * bias.grad
@@ -66,6 +67,43 @@ def test_muon_gives_the_rest_to_sgd_and_resumes() -> None:
         optimizer.step()
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_muon_can_give_the_rest_to_adamw() -> None:
+    model: Any = net()
+    optimizer = made(model, name="muon", lr=0.05, rest="adamw")
+    bias = model[0].bias.detach().clone()
+    backward(model, 0)
+    optimizer.step()
+    moved = (model[0].bias.detach() - bias).abs()  # Adam's first step has lr's size
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("trust", [False, True])
+def test_soap_can_see_convolutions_as_matrices(layout: Any, trust: bool) -> None:
+    """It does to a convolution what it does to a linear layer of its matrix."""
+    model: Any = net().to(memory_format=layout)  # type: ignore[call-overload]
+    optimizer = made(model, name="soap", lr=0.05, flat=True, trust=trust, rest_lr=0.05)
+    flat = nn.ParameterList([flat_view(model[0].weight.detach()).clone()])
+    alone = made(flat, name="soap", lr=0.05, trust=trust)
+    for step in range(3):
+        backward(model, step)
+        grad = model[0].weight.grad
+        moved = grad if layout == torch.contiguous_format else grad.movedim(1, -1)
+        flat[0].grad = moved.reshape(4, -1).clone()
+        optimizer.step()
+        alone.step()
+    torch.testing.assert_close(flat_view(model[0].weight.detach()), flat[0].detach())
+
+
+def test_a_schedule_reaches_the_optimizer_inside() -> None:
+    p = nn.Parameter(torch.ones(2, 1, 1, 1))
+    optimizer = Flat([p], lambda seen: torch.optim.SGD(seen, lr=1.0))
+    optimizer.param_groups[0]["lr"] = 0.25
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert p.flatten().tolist() == [0.75, 0.75]
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "soap", "shampoo", "spngd"])

@@ -100,9 +100,12 @@ class OptimizerConfig:
     other parameters follow AdamW with rest_lr. With sgd this is LARS."""
     weight_decay: float = 0.0
     """Weight decay, as the optimizer defines it."""
+    rest: Literal["sgd", "adamw"] = "sgd"
+    """muon: the rule of parameters that are no matrix. With trust it is adamw."""
     rest_lr: float | None = None
-    """muon, trust: learning rate of the parameters that are no matrix. None: lr, with
-    trust a fifth of it, as in natgrad.Polar."""
+    """Its learning rate. None: lr, or for adamw a fifth of it, as in natgrad.Polar."""
+    flat: bool = False
+    """soap: take a convolution's weight for a matrix, as muon always does."""
     interval: int = 10
     """soap, shampoo: steps between two renewals of the preconditioner."""
 
@@ -116,6 +119,8 @@ class OptimizerConfig:
         rest = self.rest_lr
         require(rest is None or rest > 0, "optimizer.rest_lr", rest, "> 0 or none")
         require(self.interval >= 1, "optimizer.interval", self.interval, ">= 1")
+        ok = not self.flat or self.name == "soap"
+        require(ok, "optimizer.flat", self.flat, "off unless optimizer.name is soap")
         legal = "off unless optimizer.name is sgd or adamw"
         ok = not self.kfac or self.name in ("sgd", "adamw")
         require(ok, "optimizer.kfac", self.kfac, legal)

@@ -4,9 +4,10 @@
 and what of them can be logged.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,21 @@ from torch.optim import Optimizer
 
 from natgrad import KFAC, SPNGD, CommOptions, Polar
 from natgrad_lab.errors import UserError
-from natgrad_lab.train.config import CurvatureConfig, TrainConfig
+from natgrad_lab.train.config import CurvatureConfig, OptimizerConfig, TrainConfig
+from natgrad_lab.train.flat import Flat
+from natgrad_lab.train.parts import Parts
 from natgrad_lab.train.schedules import make_damping, make_refresh
 
 # Of what has no trust ratio beside what has one: natgrad.Polar's default.
 REST_RATE = 0.2
 
-Maker = Callable[[nn.Module, TrainConfig], Optimizer]
+
+class Maker(Protocol):
+    """Makes an optimizer of parameters."""
+
+    def __call__(
+        self, params: Iterable[nn.Parameter], c: OptimizerConfig
+    ) -> Optimizer: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +169,14 @@ def _shared(config: TrainConfig) -> dict[str, Any]:
 
 def _plain(model: nn.Module, config: TrainConfig) -> Optimizer:
     """Any optimizer that needs gradients only."""
-    if config.optimizer.trust:
-        return _trusted(model, config)
-    return _maker(config)(model, config)
+    c = config.optimizer
+    if c.trust or c.name == "muon":
+        return _parted(model, c)
+    return _made(model.parameters(), c)
 
 
-def _maker(config: TrainConfig) -> Maker:
+def _made(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
+    """What was asked for, on these parameters."""
     makers: dict[str, Maker] = {
         "sgd": _sgd,
         "adamw": _adamw,
@@ -173,21 +184,23 @@ def _maker(config: TrainConfig) -> Maker:
         "soap": _soap,
         "shampoo": _shampoo,
     }
-    return makers[config.optimizer.name]
+    make = partial(makers[c.name], c=c)
+    return Flat(params, make) if c.flat or c.name == "muon" else make(params)
 
 
-def _trusted(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Matrices by the rule that was asked for, at their norm; AdamW for the rest."""
-    from natgrad_lab.train.trust import Parts
-
-    c = config.optimizer
+def _parted(model: nn.Module, c: OptimizerConfig) -> Optimizer:
+    """Matrices by the rule that was asked for, the rest by a simple one."""
     matrices, rest = _by_shape(model)
-    parts = [(_maker(config)(nn.ParameterList(matrices), config), True)]
-    if rest:
+    parts = [(_made(matrices, c), c.trust)] if matrices else []
+    return Parts([*parts, (_rest(rest, c), False)] if rest else parts)
+
+
+def _rest(params: list[nn.Parameter], c: OptimizerConfig) -> Optimizer:
+    if c.trust or c.rest == "adamw":
         betas = (c.momentum, min(c.beta2, 0.95))
         lr = c.rest_lr or REST_RATE * c.lr
-        parts += [(torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=0), False)]
-    return Parts(parts)
+        return torch.optim.AdamW(params, lr=lr, betas=betas, weight_decay=0)
+    return _sgd(params, replace(c, lr=c.rest_lr or c.lr))
 
 
 def _by_shape(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -202,10 +215,9 @@ def _by_shape(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]
     )
 
 
-def _sgd(model: nn.Module, config: TrainConfig) -> Optimizer:
-    c = config.optimizer
+def _sgd(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
     return torch.optim.SGD(
-        model.parameters(),
+        params,
         lr=c.lr,
         momentum=c.momentum,
         nesterov=c.nesterov,
@@ -213,33 +225,20 @@ def _sgd(model: nn.Module, config: TrainConfig) -> Optimizer:
     )
 
 
-def _adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
-    c = config.optimizer
+def _adamw(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
     betas = (c.momentum, c.beta2)
-    return torch.optim.AdamW(
-        model.parameters(), lr=c.lr, betas=betas, weight_decay=c.weight_decay
+    return torch.optim.AdamW(params, lr=c.lr, betas=betas, weight_decay=c.weight_decay)
+
+
+def _muon(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
+    return torch.optim.Muon(
+        params, lr=c.lr, momentum=c.momentum, weight_decay=c.weight_decay
     )
 
 
-def _muon(model: nn.Module, config: TrainConfig) -> Optimizer:
-    from natgrad_lab.train.muon import FlatMuon
-
-    c = config.optimizer
-    matrices, rest = _by_shape(model)
-    return FlatMuon(
-        matrices,
-        rest,
-        lr=c.lr,
-        rest_lr=c.rest_lr or c.lr,
-        momentum=c.momentum,
-        weight_decay=c.weight_decay,
-    )
-
-
-def _soap(model: nn.Module, config: TrainConfig) -> Optimizer:
-    c = config.optimizer
+def _soap(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
     return _borrowed("SOAP")(
-        model.parameters(),
+        params,
         lr=c.lr,
         betas=(c.momentum, c.beta2),
         weight_decay=c.weight_decay,
@@ -247,11 +246,10 @@ def _soap(model: nn.Module, config: TrainConfig) -> Optimizer:
     )
 
 
-def _shampoo(model: nn.Module, config: TrainConfig) -> Optimizer:
-    c = config.optimizer
+def _shampoo(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
     # ScalableShampoo keeps Python objects in its state: no safe checkpoint of it.
     return _borrowed("Shampoo")(
-        model.parameters(),
+        params,
         lr=c.lr,
         momentum=c.momentum,
         weight_decay=c.weight_decay,

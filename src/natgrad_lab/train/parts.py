@@ -1,4 +1,4 @@
-"""The trust ratio for optimizers that do not have it, so that rules compare fairly."""
+"""Several optimizers as one, and the trust ratio for those that do not have it."""
 
 from collections.abc import Sequence
 from typing import Any
