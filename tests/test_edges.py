@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -278,3 +279,96 @@ def _other_plan(rank: int) -> str:
 @pytest.mark.processes
 def test_a_part_under_another_plan_is_refused() -> None:
     assert "under plan" in run_world(2, _other_plan)[0]
+
+
+@pytest.mark.parametrize("name", ["KFAC", "Polar"])
+def test_a_step_inside_autocast_is_as_exact_as_outside(name: str) -> None:
+    """Also of a layer that has no statistics because it was used functionally."""
+
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(self.first(x).tanh(), self.second.weight)
+
+    def trained(cast: bool) -> list[Tensor]:
+        model = Functional()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        if name == "KFAC":
+            natgrad.KFAC(model, sgd)
+        optimizer = natgrad.Polar(model, lr=0.1) if name == "Polar" else sgd
+        x, y = data()
+        nn.functional.cross_entropy(model(x.float()), y).backward()
+        with torch.autocast("cpu", enabled=cast), pytest.warns(match="saw no forward"):
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    pairs = zip(trained(True), trained(False), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("make", [natgrad.SPNGD, natgrad.Polar])
+@pytest.mark.parametrize("saved", [torch.float32, torch.float64])
+def test_a_state_goes_on_in_another_precision(saved: torch.dtype, make: Any) -> None:
+    other = torch.float64 if saved == torch.float32 else torch.float32
+    losses = []
+    state: Any = None
+    for dtype in (saved, other):
+        model = net().to(dtype)
+        optimizer = make(model, lr=0.01)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for seed in range(3):
+            x, y = data(seed)
+            loss = nn.functional.cross_entropy(model(x.to(dtype)), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        state = optimizer.state_dict()
+        kept = [s for s in optimizer.engine.statistics.states.values() if s.inverse]
+        assert kept
+        assert all(x.dtype == dtype for s in kept for x in s.inverse or ())
+        optimizer.close()
+    assert all(map(math.isfinite, losses))
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+@pytest.mark.parametrize("name", ["KFAC", "Polar"])
+def test_a_bias_frozen_or_unfrozen_alone_is_named(name: str, freeze: bool) -> None:
+    """Also in a step that estimates nothing."""
+    model = net()
+    bias = model[2].bias.requires_grad_(freeze)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    every = Every(statistics=5, inverses=5)
+    if name == "KFAC":
+        natgrad.KFAC(model, sgd, refresh=every)
+    optimizer = sgd if name == "KFAC" else natgrad.Polar(model, lr=0.1, refresh=every)
+    backward(model)
+    optimizer.step()
+    bias.requires_grad_(not freeze)
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"(bias of 2|2\.bias) was"):
+        optimizer.step()
+
+
+def test_one_index_without_dims_is_a_batch_of_itself() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2)).double()
+    optimizer = natgrad.Polar(model, lr=0.1)
+    before: Any = model[0].weight.detach().clone()  # type: ignore[operator]
+    model(torch.tensor(3)).square().mean().backward()
+    optimizer.step()
+    changed = (model[0].weight.detach() != before).any(1)  # type: ignore[operator]
+    assert changed.tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("option", "value"), [("momentum", 1.0), ("weight_decay", -1)])
+def test_options_of_groups_are_checked(option: str, value: float) -> None:
+    model = net()
+    groups = [{"params": list(model.named_parameters()), option: value}]
+    with pytest.raises(ValueError, match=f"Invalid {option}={value}"):
+        natgrad.Polar(model, lr=0.1, param_groups=groups)

@@ -94,6 +94,21 @@ def test_the_polar_factor_does_not_depend_on_scale(size: float) -> None:
     torch.testing.assert_close(polar(size * x), polar(x), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("rank", "least"), [(1, 0.8), (8, 0.9), (48, 0.98)])
+def test_in_half_precision_rounding_does_not_become_a_direction(
+    rank: int, least: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sides = (torch.randn(1, 64, rank, generator=generator) for _ in range(2))
+    x = next(sides) @ next(sides).mT
+    u, _, v = torch.linalg.svd(x)
+    exact = u[..., :rank] @ v[..., :rank, :]
+    found = polar(x, dtype=torch.bfloat16)
+    assert found.dtype == x.dtype
+    cosine = (exact * found).sum() / (exact.norm() * found.norm())
+    assert float(cosine) > least
+
+
 def test_a_gradient_whose_square_is_lost_makes_no_large_update() -> None:
     g = torch.full((1, 2, 3), 1e-25)
     assert rules.adaptive_scale(g, g.square(), 1e-3).abs().max() < 1

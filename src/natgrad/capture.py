@@ -28,6 +28,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from natgrad.hooks import Hooks, batch_size
 from natgrad.layers import Block, Observed
 from natgrad.meter import Meter
 
+Rows = slice | EllipsisType
 POSITION_KINDS = ("A",)
 """Statistics averaged over positions; all others are averaged over examples."""
 
@@ -55,7 +57,7 @@ class Call:
     want: tuple[str, ...]
     forward: int
     terms: int
-    rows: slice
+    rows: Rows
     scale: float
     observed: Observed
     inputs: Tensor | None = None
@@ -245,11 +247,7 @@ class Capture:
             return
         x: Tensor = next(iter((*args, *kwargs.values()))).detach()
         assert block.kind is not None
-        if block.kind.layout(module).cols != block.spec.cols:
-            raise RuntimeError(
-                f"The bias of {block.name} was frozen or unfrozen after its layer was "
-                "registered. Must be done before KFAC or SPNGD is made."
-            )
+        block.require_bias()
         rows, scale = self._rows(block, module, x, output)
         with self._estimating(block, want[0], x.device.type):
             observed = block.kind.observe(module, x[rows], output, want)
@@ -270,11 +268,12 @@ class Capture:
 
     def _rows(
         self, block: Block, module: nn.Module, x: Tensor, output: Tensor
-    ) -> tuple[slice, float]:
+    ) -> tuple[Rows, float]:
         """Every k-th example from a random start: a view, and each equally likely."""
         assert block.kind is not None
-        whole = slice(None), 1.0
-        vectors = block.kind.vectors(module, output) if len(x) == len(output) else 0
+        whole = ..., 1.0
+        alike = x.dim() > 0 and output.dim() > 0 and len(x) == len(output)
+        vectors = block.kind.vectors(module, output) if alike else 0
         if not vectors:
             return whole
         everyone = len(x) * self._world

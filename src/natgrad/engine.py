@@ -145,6 +145,8 @@ class Engine:
         """Packed sums over all ranks of the due statistics that this rank owns."""
         if self.auto is not None:
             self.auto.stop(due=bool(self.capture.due))
+        for block in self.blocks:
+            block.require_bias()
         captured = self.capture.take()
         return captured, self._outbox.sums.finish(captured)
 
@@ -363,8 +365,10 @@ class Engine:
     def attempt(self) -> Generator[None]:
         """A step. What it raises leaves the next step able to begin."""
         self.require_open()
+        # What is made in a step must not be rounded as a forward's products may be.
+        exact = torch.autocast(self.like.device.type, enabled=False)
         try:
-            with self.meter("step"):
+            with self.meter("step"), exact:
                 yield
         except CommError:
             raise

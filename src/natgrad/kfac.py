@@ -18,6 +18,7 @@ from natgrad.optimizer_state import require_free, travel_with
 from natgrad.parameter_state import only_initialises
 from natgrad.plan import Strategy
 from natgrad.refresh import Every, Refresh
+from natgrad.registration import require_known
 from natgrad.trust import kl_trust, layer_trust
 from natgrad.users import Inspectable
 
@@ -209,6 +210,8 @@ class KFAC(Inspectable):
         if only_initialises(engine, groups):
             return
         with engine.attempt():
+            if engine.own_gradients:  # else DDP, or nobody, must average them
+                require_known(engine.model, engine.blocks)
             captured, sums = engine.reduce_statistics()
             unit = self._gradient_scale()
             gradients = engine.reduce_gradients()
@@ -221,7 +224,7 @@ class KFAC(Inspectable):
             if unit is not None:
                 gradients = {name: g / unit for name, g in gradients.items()}
             updates = engine.precondition(gradients, gradients)
-            updates = layer_trust(engine, updates)
+            updates = layer_trust(engine, updates, gradients)
             clip = kl_trust(engine, gradients, updates, self._learning_rate())
             shared = engine.share(updates, verdict.present)
             self._write_gradients(updates | shared, clip, unit)

@@ -90,7 +90,11 @@ class Moments:
         }
 
     @staticmethod
-    def loaded(saved: Mapping[str, Any], blocks: Iterable[Block]) -> dict[str, Moment]:
+    def loaded(
+        saved: Mapping[str, Any],
+        blocks: Iterable[Block],
+        dtype: torch.dtype | None = None,
+    ) -> dict[str, Moment]:
         """The states that `save` wrote; raises if they are of other blocks."""
         shapes = {block.name: shape_of(block) for block in blocks}
         for name, entry in saved.items():
@@ -101,12 +105,13 @@ class Moments:
                     f"be {shapes.get(name, 'that of a block of this model')}."
                 )
         device = {block.name: block.parameters[0].device for block in blocks}
+        squares = {name: entry["square"].detach() for name, entry in saved.items()}
         return {
             name: Moment(
-                square=entry["square"].detach().to(device[name], copy=True),
-                steps=int(entry["steps"]),
+                square=square.to(device[name], dtype or square.dtype, copy=True),
+                steps=int(saved[name]["steps"]),
             )
-            for name, entry in saved.items()
+            for name, square in squares.items()
         }
 
     def gather(

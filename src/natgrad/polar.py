@@ -4,13 +4,11 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from natgrad import config
 from natgrad.auto import Profile
 from natgrad.comm import CommOptions
-from natgrad.layers import Block
-from natgrad.math import foreach
 from natgrad.plan import Strategy
 from natgrad.refresh import Every, Refresh
 from natgrad.spngd import SPNGD
@@ -115,15 +113,3 @@ class Polar(SPNGD):
             comm=comm,
             group=group,
         )
-
-    def _decayed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A gradient that is given another length has no room for a weight's part."""
-        return gradients
-
-    def _update(self, blocks: list[Block], updates: dict[str, Tensor]) -> None:
-        weights = {id(b.parameters[0]) for b in blocks if b.is_factored}
-        for group in self.param_groups:
-            decayed = [p for p in group["params"] if id(p) in weights]
-            if group["weight_decay"] and decayed:
-                foreach.scale_(decayed, 1 - group["lr"] * group["weight_decay"])
-        super()._update(blocks, updates)

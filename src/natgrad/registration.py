@@ -68,8 +68,8 @@ def warn_silent(blocks: list[Block], fired: set[str], config: Curvature) -> None
     if config.fisher == "sampled":
         remedy += ", and sampled_backward(outputs) before loss.backward()"
     warnings.warn(
-        f"natgrad saw no forward and backward of {', '.join(silent)}: the plain "
-        f"gradient is used until it does. {remedy}?",
+        f"natgrad saw no forward and backward of {', '.join(silent)}: gradients are "
+        f"used without their statistics until it does. {remedy}?",
         stacklevel=5,
     )
 

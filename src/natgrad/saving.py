@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from natgrad import state as saved_state
+from natgrad.math.statistics import widen
 
 if TYPE_CHECKING:
     from natgrad.engine import Engine
@@ -25,8 +26,13 @@ def save(engine: "Engine") -> dict[str, Any]:
 def load(engine: "Engine", state: Mapping[str, Any]) -> None:
     """Take over what `save` returned, after `checking.require_state`."""
     statistics, style = engine.statistics, engine.config.damping_style
-    moments = engine.moments.loaded(state["moments"], engine.blocks)
-    statistics.step = saved_state.load(statistics.states, state, engine.like, style)
+    dtypes = {widen(p).dtype for b in engine.blocks for p in b.parameters}
+    # of a model with several, each layer goes on with what it was saved with
+    dtype = engine.like.dtype if len(dtypes) == 1 else None
+    moments = engine.moments.loaded(state["moments"], engine.blocks, dtype)
+    statistics.step = saved_state.load(
+        statistics.states, state, engine.like, style, dtype
+    )
     engine.moments.states = moments
     # older states do not say
     engine.skipped_steps = int(state.get("skipped_steps", 0))

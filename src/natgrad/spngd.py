@@ -60,6 +60,9 @@ class SPNGD(Inspectable, Optimizer):
         momentum: weight of the last change, in [0, 1). With
             `natgrad.schedules.PolynomialDecay` it follows the learning rate (eq. 22).
         weight_decay: times the weight, is added to the gradient before preconditioning.
+            With ``trust="layer"``, which gives a gradient another length, it is
+            decoupled instead: a step takes lr times this part of the weight away, and
+            biases, norms and parameters without a block keep theirs.
         rescale_weights: keep the weight of linear and convolution layers at norm
             sqrt(2 d_out) (eq. 24).
         nesterov: look ahead: use the momentum that the next step will have.
@@ -120,8 +123,6 @@ class SPNGD(Inspectable, Optimizer):
         group: Any = None,
     ) -> None:
         require_number("lr", lr, "a number > 0", above=0.0)
-        require_number("momentum", momentum, "in [0, 1)", low=0.0, below=1.0)
-        require_number("weight_decay", weight_decay, "a number >= 0", low=0.0)
         require_choice("average", average, get_args(Average))
         curvature = Curvature(
             statistics=statistics,
@@ -154,6 +155,10 @@ class SPNGD(Inspectable, Optimizer):
         groups = param_groups or [{"params": list(plain.named_parameters())}]
         rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         Optimizer.__init__(self, groups, rates)
+        for each in self.param_groups:
+            momentum, decay = each["momentum"], each["weight_decay"]
+            require_number("momentum", momentum, "in [0, 1)", low=0.0, below=1.0)
+            require_number("weight_decay", decay, "a number >= 0", low=0.0)
         self.engine: Engine = Engine(
             model,
             curvature,
@@ -199,7 +204,7 @@ class SPNGD(Inspectable, Optimizer):
             gradients = self._decayed(verdict.among(gradients))
             directions = self._averaged(gradients)
             updates = engine.precondition(directions, gradients)
-            updates = self._trusted(directions, updates)
+            updates = self._trusted(directions, updates, gradients)
             mine = [engine.block[name] for name in updates]
             before = self._before(mine)
             with engine.meter("update"):
@@ -212,7 +217,9 @@ class SPNGD(Inspectable, Optimizer):
         return value
 
     def _decayed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients with the weight decay of their group."""
+        """Gradients with the weight decay of their group, unless it is decoupled."""
+        if self.engine.config.trust == "layer":
+            return gradients
         group_of = self._group_of()
         for name, g in gradients.items():
             block = self.engine.block[name]
@@ -237,10 +244,13 @@ class SPNGD(Inspectable, Optimizer):
         }
 
     def _trusted(
-        self, directions: dict[str, Tensor], updates: dict[str, Tensor]
+        self,
+        directions: dict[str, Tensor],
+        updates: dict[str, Tensor],
+        gradients: dict[str, Tensor],
     ) -> dict[str, Tensor]:
         """Updates at the length that the chosen trust gives them."""
-        updates = layer_trust(self.engine, updates)
+        updates = layer_trust(self.engine, updates, gradients)
         lr = max(float(group["lr"]) for group in self.param_groups)
         nu = kl_trust(self.engine, directions, updates, lr)
         if nu is None:
@@ -250,6 +260,8 @@ class SPNGD(Inspectable, Optimizer):
 
     def _update(self, blocks: list[Block], updates: dict[str, Tensor]) -> None:
         """eq. 23 and 24 for the blocks that this rank works on, a group at a time."""
+        if self.engine.config.trust == "layer":
+            self._shrink(blocks)
         for group, params, changes in self._by_group(updates):
             if self.average == "gradient":
                 foreach.add_(params, changes, -group["lr"])
@@ -257,6 +269,14 @@ class SPNGD(Inspectable, Optimizer):
                 self._move(group, params, changes)
         if self.rescale_weights:
             self._rescale([b for b in blocks if b.kind is not None and b.kind.rescaled])
+
+    def _shrink(self, blocks: list[Block]) -> None:
+        """Decoupled decay, of weights that have factors."""
+        weights = {id(b.parameters[0]) for b in blocks if b.is_factored}
+        for group in self.param_groups:
+            decayed = [p for p in group["params"] if id(p) in weights]
+            if group["weight_decay"] and decayed:
+                foreach.scale_(decayed, 1 - group["lr"] * group["weight_decay"])
 
     def _by_group(
         self, stacks: dict[str, Tensor]

@@ -26,6 +26,7 @@ class Block:
         reason: why there is no kind; empty if there is one.
         note: what a user should know of this block, for the report.
         is_foreign: whether another optimizer has it, so that no rule may change it.
+        is_table: whether an input chooses a column of the weight (an embedding).
     """
 
     spec: BlockSpec
@@ -35,6 +36,7 @@ class Block:
     reason: str = ""
     note: str = ""
     is_foreign: bool = False
+    is_table: bool = False
 
     @property
     def name(self) -> str:
@@ -61,6 +63,17 @@ class Block:
     def has_gradient(self) -> bool:
         """Whether the block takes part in this step."""
         return self.is_trained and self.parameters[0].grad is not None
+
+    def require_bias(self) -> None:
+        """Raise if the bias was frozen or unfrozen since, and the weight trains."""
+        if self.kind is None or not self.is_trained:
+            return
+        trains = optional_parameter(self.modules[0], "bias") is not None
+        if trains != (len(self.parameters) > 1):
+            raise RuntimeError(
+                f"The bias of {self.name} was frozen or unfrozen after its layer was "
+                "registered. Must be done before KFAC or SPNGD is made."
+            )
 
     def gradient(self) -> Tensor | None:
         """The gradient as ``(s, m, n)`` in float32 or better; None if there is none."""
@@ -188,6 +201,7 @@ def _block(name: str, module: nn.Module, options: LayerOptions) -> Block:
         kind=kind,
         modules=[module],
         parameters=tuple(p for p in owned if p is not None),
+        is_table=layout.right_diagonal,
     )
 
 

@@ -181,10 +181,11 @@ class Kronecker(LayerKind):
         return torch.cat((stack, bias.reshape(layout.stack, layout.rows, 1)), dim=2)
 
     def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
-        shape = parameter(module, "weight").shape
-        if optional_parameter(module, "bias") is None:
-            return stack.reshape(shape), None
-        return stack[:, :, :-1].reshape(shape), stack[:, :, -1].reshape(-1)
+        weight = parameter(module, "weight")
+        # not by whether there is a bias now: it may have been frozen since
+        if stack.numel() == weight.numel():
+            return stack.reshape(weight.shape), None
+        return stack[:, :, :-1].reshape(weight.shape), stack[:, :, -1].reshape(-1)
 
 
 def parameter(module: nn.Module, name: str) -> nn.Parameter:

@@ -4,6 +4,7 @@ They are private to torch but stable; this is the one place that names them.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+import math
 from collections.abc import Sequence
 
 import torch
@@ -48,3 +49,8 @@ def subtract(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
 def norms(xs: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of each."""
     return list(torch._foreach_norm(list(xs)))
+
+
+def peaks(xs: Sequence[Tensor]) -> list[Tensor]:
+    """The largest size of an element of each; no square that could be lost."""
+    return list(torch._foreach_norm(list(xs), math.inf))

@@ -116,5 +116,21 @@ def trust_ratio(weight_norm: Tensor, update_norm: Tensor, rows: Tensor | int) ->
     return torch.where(update_norm > 0, norm / update_norm, 0.0)
 
 
+def moving_part(weight: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+    """What an update moves of a table ``(s, m, n)``: its norm, and its share in [0, 1].
+
+    Of a table each step reads some columns. A column counts by its squared step, the
+    one that moves furthest as whole, so that a trust ratio with this norm moves no
+    column by more than the root mean square of the norms of the columns that move.
+    Where all move alike it is the norm of the weight, and the share is 1.
+    """
+    peak = update.abs().amax()
+    steps = (update / torch.where(peak > 0, peak, 1.0)).square().sum(-2)
+    furthest = steps.amax()
+    counts = steps / torch.where(furthest > 0, furthest, 1.0)
+    norm = (weight.square().sum(-2) * counts).sum().sqrt()
+    return norm, counts.mean()
+
+
 def _transposed(root: Tensor) -> Tensor:
     return root if root.dim() == 2 else root.mT
