@@ -110,6 +110,10 @@ CONTENDERS: dict[str, Contender] = {
     "polar": Contender(method="polar", tuned={**TRUSTED, **LESS}),
     # its defaults: what a user gets who tunes the learning rate alone
     "polar, only lr tuned": Contender(method="polar", tuned=TRUSTED),
+    # for text: embeddings by Adam's rule, to which Muon and SOAP leave them too
+    "polar, tables skipped, only lr tuned": Contender(
+        method="polar", tuned=TRUSTED, fixed={"curvature.skip": "tokens positions"}
+    ),
     "kfac+adam+trust": Contender(
         method="polar", tuned={**TRUSTED, **LESS}, fixed={**POLAR, **ADAM}
     ),

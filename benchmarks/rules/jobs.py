@@ -100,7 +100,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
             last = last if value == "True" else f"no-{last}"
             found.append(f"--{group}.{last}")
         else:
-            found += [f"--{name}", str(value)]
+            found += [f"--{name}", *str(value).split()]
     return found
 
 

@@ -73,7 +73,9 @@ class Curvature:
         trust: ``"none"``; ``"kl"``: all updates are scaled down so that their KL
             divergence is at most ``kl_clip``; ``"layer"``: each layer's update is given
             the norm of its weight (LARS), so that a learning rate of 0.01 changes every
-            layer by 1%. Norms and parameters without a block are left out of it.
+            layer by 1%; of an embedding, the rows that were read. With
+            ``rest="adaptive"`` so are those of matrices without a block. Norms and
+            vectors are left out of it. A layer whose gradient is zero does not move.
         kl_clip: kappa of ``trust="kl"``, > 0; None turns it off.
         rest: the rule for parameters without a block: their ``"plain"`` gradient, or
             ``"adaptive"``: divided by the root of its second moment, as in Adam.
@@ -100,11 +102,12 @@ class Curvature:
             ``"expand"`` (each position on its own) or ``"reduce"`` (averaged first).
         norm: the block kind of normalisation layers.
         norm_damping_ratio: rho, multiplies the damping of normalisation layers.
-        skip: names of layers, or of modules that contain layers, that keep their plain
-            gradient.
+        skip: names of layers, or of modules that contain layers, that have no block
+            (see ``rest``).
         subsample: estimate from every k-th example, starting at a random one; 1 uses
             all. None: of each forward from as many as each layer needs
-            (`natgrad.plan.spec.enough_examples`), on all ranks together. Unbiased.
+            (`natgrad.plan.spec.enough_examples`), on all ranks together. Unbiased, but
+            for what a number of examples that k does not divide leaves over.
     """
 
     statistics: Sides = "both"

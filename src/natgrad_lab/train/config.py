@@ -187,6 +187,8 @@ class CurvatureConfig:
     fisher: Literal["empirical", "sampled"] = "empirical"
     """empirical: the loss's gradients. sampled: labels drawn from the model (kfac and
     spngd)."""
+    skip: tuple[str, ...] = ()
+    """Names of layers, or of modules that contain layers, to leave without a block."""
     norm: Literal["skip", "unit", "diag", "full"] = "skip"
     """How normalisation layers are treated (kfac and spngd; polar skips them)."""
     norm_damping_ratio: float = 1.0
