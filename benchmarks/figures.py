@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 GREY, BLUES = "#9aa0a6", ("#1f6fb4", "#17a2a2", "#7b4fb0", "#d1495b")
+MORE = (*BLUES, "#e09f3e", "#5c677d", "#588157")
 
 Line = tuple[Sequence[float], Sequence[float]]
 
@@ -132,7 +133,7 @@ def rates_figure(
     for axis, (title, (label, rules)) in zip(axes.flat, panels.items(), strict=False):
         for name, (x, y) in rules.items():
             width = 2.2 if name.startswith("polar") else 1.2
-            colour = BLUES[names.index(name) % len(BLUES)]
+            colour = MORE[names.index(name) % len(MORE)]
             axis.plot(x, y, "-o", ms=3, lw=width, color=colour, label=name)
         axis.set_xscale("log")
         axis.set_title(title, fontsize=8)

@@ -166,15 +166,19 @@ def test_the_other_figure_shows_trials_by_learning_rate() -> None:
         return dataclasses.replace(one, settings={"optimizer.lr": lr})
 
     ones = known(
-        trial("polar", "3", 50.0),
-        trial("polar", "1", 40.0),
-        trial("muon+trust", "2", 45.0),
+        *(trial("polar", lr, 30.0 + float(lr)) for lr in ("3", "1", "2")),
+        *(trial("muon+trust", lr, 20.0) for lr in ("1", "2", "5")),
         trial("muon+trust", "4", 99.0, ending="diverged"),
-        outcome("tune-soap-t0", 99.0),
+        *(trial("soap", lr, 20.0) for lr in ("1", "2")),
+        *(outcome(f"tune-soap-t{i}", 99.0) for i in range(3)),
     )
-    lines = {"polar": ([1.0, 3.0], [40.0, 50.0]), "muon+trust": ([2.0], [45.0])}
+    lines = {
+        "polar": ([1.0, 2.0, 3.0], [31.0, 32.0, 33.0]),
+        "muon+trust": ([1.0, 2.0, 5.0], [20.0] * 3),
+    }
     assert rates(ones, SETTING) == ("accuracy, %", lines)
-    assert rates(known(trial("polar", "1", 40.0)), SETTING) is None
+    ones = {name: one for name, one in ones.items() if "muon" not in name}
+    assert rates(ones, SETTING) is None
 
 
 def test_a_model_may_be_named_with_its_width(monkeypatch: pytest.MonkeyPatch) -> None:

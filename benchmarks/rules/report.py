@@ -213,7 +213,8 @@ def panel(known: Known, setting: Setting) -> tuple[str, dict[str, list[float]]] 
 def rates(known: Known, setting: Setting) -> tuple[str, dict[str, Line]] | None:
     """What the other figure shows: trials of rules that only had their rate tuned.
 
-    By rate, without misses; None if there are none, or only those of one rule.
+    By rate, without misses; rules with fewer than three are left out. None if there
+    are none, or only those of one rule.
     """
     label, sign = _axis(setting)
     found: dict[str, Line] = {}
@@ -224,7 +225,7 @@ def rates(known: Known, setting: Setting) -> tuple[str, dict[str, Line]] | None:
             for x in trials
             if not x.missed
         )
-        if pairs:
+        if len(pairs) > 2:
             found[name.removesuffix(ONLY_LR)] = (
                 [p[0] for p in pairs],
                 [p[1] for p in pairs],
@@ -294,7 +295,7 @@ def write(ledger: Path, results: Path) -> None:
         text += ["(rules.png)\n"]
     if lines := panels_of(known, settings, rates):
         rates_figure(lines, results / "rules_rates.png")
-        text += ["\n![One trial at each learning rate, all at momentum 0.8]"]
+        text += ["\n![One trial at each learning rate, momentum 0.8 unless named]"]
         text += ["(rules_rates.png)\n"]
     text += summary(known, settings)
     for setting in settings:
