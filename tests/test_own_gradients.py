@@ -218,3 +218,22 @@ def test_small_changes_survive_half_precision() -> None:
             limit = 0.01 if precision == torch.bfloat16 else 0.1
             assert error < limit, (strategy, precision)
             assert size == full // 2
+
+
+def unfreeze(rank: int) -> str:
+    model: Any = net()
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    natgrad.KFAC(model, optimizer)
+    backward(model, rank, 1)
+    optimizer.step()
+    model[2].requires_grad_(True)
+    backward(model, rank, 2)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_what_is_unfrozen_later_is_refused_as_nobody_would_average_it() -> None:
+    for message in run_world(2, unfreeze):
+        assert "2.weight was added, frozen or unfrozen after registration" in message

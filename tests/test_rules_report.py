@@ -8,12 +8,11 @@ from benchmarks.rules import jobs
 from benchmarks.rules.__main__ import to_do
 from benchmarks.rules.contenders import CONTENDERS
 from benchmarks.rules.outcomes import Evaluation, Outcome, append_outcome, read_outcomes
-from benchmarks.rules.report import (
+from benchmarks.rules.panels import panel, rates
+from benchmarks.rules.tables import (
     defaults_table,
     finals_table,
     overview_table,
-    panel,
-    rates,
     schedules_table,
     tuning_table,
 )
