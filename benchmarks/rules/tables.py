@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.rules.contenders import ABLATIONS, CONTENDERS, Contender
 from benchmarks.rules.jobs import Setting, best_trial, trials_of
@@ -137,14 +137,17 @@ def schedules_table(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
     """Where whole schedules of several lengths end, and the shortest to a target.
 
     ``settings`` differ in steps alone. The target is the best that a rule that is not
-    ours comes to with the longest. A rule with other options at one of the lengths is
-    left out: they are tuned for the longest.
+    ours comes to with the longest. Runs with other options than those, which were
+    tuned for the longest, do not count.
     """
     finals = {s.steps: finals_of(known, s) for s in settings}
     finals = {steps: finals[steps] for steps in sorted(finals) if finals[steps]}
-    names = [n for n in CONTENDERS if _tuned_once(n, finals.values())]
-    ends = {steps: _mean_ends(found) for steps, found in finals.items()}
-    longest = max(ends, default=0)
+    longest = max(finals, default=0)
+    names = [*finals.get(longest, ())]
+    ends = {
+        steps: _mean_ends(_as_tuned(found, finals[longest]))
+        for steps, found in finals.items()
+    }
     best = {name: ends[longest][name][0] for name in names if name in ends[longest]}
     rivals = [x for name, x in best.items() if not _own(name)]
     if len(ends) < 2 or not rivals:
@@ -161,10 +164,15 @@ def schedules_table(known: Known, settings: Sequence[Setting]) -> Iterator[str]:
         yield f"| {name} | " + " | ".join(cells) + " |\n"
 
 
-def _tuned_once(name: str, finals: Iterable[Mapping[str, Sequence[Outcome]]]) -> bool:
-    """Whether a rule took part, with the same options at all lengths and seeds."""
-    runs = [x for found in finals for x in found.get(name, ())]
-    return bool(runs) and all(x.settings == runs[0].settings for x in runs)
+def _as_tuned(
+    finals: Mapping[str, Sequence[Outcome]], tuned: Mapping[str, Sequence[Outcome]]
+) -> dict[str, Sequence[Outcome]]:
+    """The rules whose runs all have the options that they have among ``tuned``."""
+    return {
+        name: runs
+        for name, runs in finals.items()
+        if name in tuned and all(x.settings == tuned[name][0].settings for x in runs)
+    }
 
 
 def _own(name: str) -> bool:
