@@ -8,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 
 GREY, BLUES = "#9aa0a6", ("#1f6fb4", "#17a2a2", "#7b4fb0", "#d1495b")
 MORE = (*BLUES, "#e09f3e", "#5c677d", "#588157")
@@ -136,6 +137,9 @@ def rates_figure(
             colour = MORE[names.index(name) % len(MORE)]
             axis.plot(x, y, "-o", ms=3, lw=width, color=colour, label=name)
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_title(title, fontsize=8)
         axis.set_xlabel("learning rate", fontsize=8)
         axis.set_ylabel(label, fontsize=8)

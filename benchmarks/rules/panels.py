@@ -25,7 +25,10 @@ def panel(known: Known, setting: Setting) -> tuple[str, dict[str, list[float]]] 
     if len(order) < 2:
         return None
     label, sign = _axis(setting)
-    return label, {name: [sign * x for x in scores[name]] for name in order}
+    return label, {
+        name.replace(ONLY_LR, " (lr)"): [sign * x for x in scores[name]]
+        for name in order
+    }
 
 
 def rates(known: Known, setting: Setting) -> tuple[str, dict[str, Line]] | None:
@@ -48,7 +51,8 @@ def rates(known: Known, setting: Setting) -> tuple[str, dict[str, Line]] | None:
                 [p[0] for p in pairs],
                 [p[1] for p in pairs],
             )
-    return (label, found) if len(found) > 1 else None
+    others = [name for name in found if not name.startswith("polar")]
+    return (label, found) if others and len(found) > 1 else None
 
 
 def _axis(setting: Setting) -> tuple[str, int]:

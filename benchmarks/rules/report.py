@@ -68,7 +68,7 @@ def write(ledger: Path, results: Path) -> None:
     if ends := panels_of(known, settings, panel):
         ranges_figure(ends, results / "rules.png")
         text += ["\n![Mean and range of the seeds that settings were not chosen by]"]
-        text += ["(rules.png)\n"]
+        text += ["(rules.png)\n\n(lr): only the learning rate was tuned.\n"]
     if lines := panels_of(known, settings, rates):
         rates_figure(lines, results / "rules_rates.png")
         text += ["\n![One trial at each learning rate, momentum 0.8 unless named]"]
