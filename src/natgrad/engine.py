@@ -145,8 +145,6 @@ class Engine:
         """Packed sums over all ranks of the due statistics that this rank owns."""
         if self.auto is not None:
             self.auto.stop(due=bool(self.capture.due))
-        for block in self.blocks:
-            block.require_bias()
         captured = self.capture.take()
         return captured, self._outbox.sums.finish(captured)
 
@@ -369,6 +367,8 @@ class Engine:
         exact = torch.autocast(self.like.device.type, enabled=False)
         try:
             with self.meter("step"), exact:
+                for block in self.blocks:
+                    block.require_bias()
                 yield
         except CommError:
             raise

@@ -69,6 +69,13 @@ def test_muon_gives_the_rest_to_sgd_and_resumes() -> None:
         assert torch.equal(a, b)
 
 
+def test_options_of_one_rule_are_refused_with_another() -> None:
+    with pytest.raises(ValueError, match=r"optimizer.rest=.*unless .* is muon"):
+        OptimizerConfig(name="sgd", rest="adamw")
+    with pytest.raises(ValueError, match=r"optimizer.flat=.*unless .* is soap"):
+        OptimizerConfig(name="muon", flat=True)
+
+
 def test_muon_can_give_the_rest_to_adamw() -> None:
     model: Any = net()
     optimizer = made(model, name="muon", lr=0.05, rest="adamw")

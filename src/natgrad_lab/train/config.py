@@ -119,6 +119,8 @@ class OptimizerConfig:
         rest = self.rest_lr
         require(rest is None or rest > 0, "optimizer.rest_lr", rest, "> 0 or none")
         require(self.interval >= 1, "optimizer.interval", self.interval, ">= 1")
+        ok = self.rest == "sgd" or self.name == "muon"
+        require(ok, "optimizer.rest", self.rest, "sgd unless optimizer.name is muon")
         ok = not self.flat or self.name == "soap"
         require(ok, "optimizer.flat", self.flat, "off unless optimizer.name is soap")
         legal = "off unless optimizer.name is sgd or adamw"
