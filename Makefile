@@ -17,9 +17,9 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "natgrad needs Python >= 3.11, not " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing natgrad and its extras into $(VENV): once, a few minutes.'
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,dev,docs,integrations]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ./lab -e '.[dev,docs,integrations]'
 	@touch $@
 
 demo: $(STAMP) ## train on digits with SGD, KFAC, Polar and SPNGD, the last on two processes too

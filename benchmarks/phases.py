@@ -15,15 +15,15 @@ from typing import Any
 from torch.optim import SGD
 
 from benchmarks.common import Contender, no_garbage_collection, run_step
-from natgrad.capture import Capture
-from natgrad.comm import Communicator
-from natgrad.engine import Engine
-from natgrad.flight import Flight
-from natgrad.hooks import Hooks
+from natgrad.capture.hooks import Hooks
+from natgrad.capture.recorder import Capture
+from natgrad.distributed.communicator import Communicator
+from natgrad.distributed.transfer import Flight
+from natgrad.engine.engine import Engine
+from natgrad.factors.statistics import Statistics
 from natgrad.kfac import KFAC
 from natgrad.polar import Polar
 from natgrad.spngd import SPNGD
-from natgrad.statistics import Statistics
 
 PHASES = (
     "forward and backward",

@@ -35,8 +35,8 @@ from natgrad.plan import (
     find_strategy,
     load_profile,
 )
-from natgrad.plan.profile import ModelTimes
-from natgrad.plan.profile_file import save_profile
+from natgrad.plan.autotune.profile import ModelTimes
+from natgrad.plan.autotune.profile_file import save_profile
 from natgrad_lab.models import build
 from natgrad_lab.simulate.calibrate import Calibrate, calibrate
 from natgrad_lab.simulate.modeltimes import in_own_process

@@ -4,14 +4,15 @@
 its own; `Polar` is one too, with an orthogonalised update.
 """
 
-from natgrad import plan, schedules, sinks
-from natgrad.budget import Budget
-from natgrad.comm import CommOptions
+from natgrad import plan, schedules
+from natgrad.diagnostics import sinks
+from natgrad.distributed.communicator import CommOptions
+from natgrad.factors.budget import Budget
+from natgrad.factors.refresh import Adaptive, Every, Refresh, Scheduled
 from natgrad.kfac import KFAC
 from natgrad.layers import LayerKind, register_layer
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
-from natgrad.refresh import Adaptive, Every, Refresh, Scheduled
 from natgrad.spngd import SPNGD
 
 __version__ = "0.1.0"

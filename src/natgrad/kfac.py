@@ -7,20 +7,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from natgrad import config
-from natgrad.auto import Profile
-from natgrad.comm import CommOptions
-from natgrad.config import Curvature, require_number, style_for, trust_for
-from natgrad.engine import Engine
-from natgrad.hooks import as_written
+from natgrad import options
+from natgrad.capture.hooks import as_written
+from natgrad.checkpoint.optimizer_state import require_free, travel_with
+from natgrad.checkpoint.sharded import only_initialises
+from natgrad.distributed.communicator import CommOptions
+from natgrad.engine.auto import Profile
+from natgrad.engine.engine import Engine
+from natgrad.engine.users import Inspectable
+from natgrad.factors.refresh import Every, Refresh
 from natgrad.layers import Block
-from natgrad.optimizer_state import require_free, travel_with
-from natgrad.parameter_state import only_initialises
+from natgrad.layers.registration import require_known
+from natgrad.options import Curvature, require_number, style_for, trust_for
 from natgrad.plan import Strategy
-from natgrad.refresh import Every, Refresh
-from natgrad.registration import require_known
-from natgrad.trust import kl_trust, layer_trust
-from natgrad.users import Inspectable
+from natgrad.rules.lengths import kl_trust, layer_trust
 
 DEFAULT_REFRESH = Every(statistics=10, inverses=100)
 
@@ -98,26 +98,26 @@ class KFAC(Inspectable):
         model: nn.Module,
         optimizer: Optimizer | None = None,
         *,
-        statistics: config.Sides = "both",
-        scale: config.Scale = "kronecker",
-        whitening: config.Whitening = "half",
-        basis: config.Basis = "exact",
-        moments: config.MovedMoments = "move",
-        trust: config.Trust | None = None,
+        statistics: options.Sides = "both",
+        scale: options.Scale = "kronecker",
+        whitening: options.Whitening = "half",
+        basis: options.Basis = "exact",
+        moments: options.MovedMoments = "move",
+        trust: options.Trust | None = None,
         kl_clip: float | None = 1e-3,
-        rest: config.Rest = "plain",
+        rest: options.Rest = "plain",
         rest_rate: float = 1.0,
         beta2: float = 0.95,
-        damping: config.Damping = 1e-3,
-        damping_style: config.DampingStyle | None = None,
+        damping: options.Damping = 1e-3,
+        damping_style: options.DampingStyle | None = None,
         decay: float = 0.95,
         lr: float | None = None,
         refresh: Refresh = DEFAULT_REFRESH,
-        fisher: config.Fisher = "empirical",
-        loss: config.Loss = "mean",
-        accumulation: config.Accumulation = "mean",
-        sharing: config.Sharing = "expand",
-        norm: config.Norm = "skip",
+        fisher: options.Fisher = "empirical",
+        loss: options.Loss = "mean",
+        accumulation: options.Accumulation = "mean",
+        sharing: options.Sharing = "expand",
+        norm: options.Norm = "skip",
         norm_damping_ratio: float = 1.0,
         skip: Collection[str] = (),
         subsample: int | None = 1,

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from natgrad import config
-from natgrad.auto import Profile
-from natgrad.comm import CommOptions
+from natgrad import options
+from natgrad.distributed.communicator import CommOptions
+from natgrad.engine.auto import Profile
+from natgrad.factors.refresh import Every, Refresh
 from natgrad.plan import Strategy
-from natgrad.refresh import Every, Refresh
 from natgrad.spngd import SPNGD
 
 DEFAULT_REFRESH = Every(statistics=5, inverses=5)
@@ -64,15 +64,15 @@ class Polar(SPNGD):
         *,
         momentum: float = 0.8,
         weight_decay: float = 0.0,
-        damping: config.Damping = 1.0,
+        damping: options.Damping = 1.0,
         decay: float = 0.8,
         refresh: Refresh = DEFAULT_REFRESH,
         rest_rate: float = 0.2,
         beta2: float = 0.95,
         param_groups: Iterable[dict[str, Any]] | None = None,
-        loss: config.Loss = "mean",
-        accumulation: config.Accumulation = "mean",
-        sharing: config.Sharing = "expand",
+        loss: options.Loss = "mean",
+        accumulation: options.Accumulation = "mean",
+        sharing: options.Sharing = "expand",
         skip: Collection[str] = (),
         subsample: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import natgrad
-from natgrad.config import CHOICES
+from natgrad.options import CHOICES
 from natgrad.plan import PLACEMENTS
 
 EVERY_CHECK: Any = list(HealthCheck)

@@ -92,6 +92,11 @@ def _run(command: list[str], timeout: float) -> tuple[int, str]:
 
 def environment() -> dict[str, str]:
     """For processes that must find this tree, and each other."""
-    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(ROOT / "src"),
+        str(ROOT / "lab/src"),
+        str(ROOT),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     kept = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return {**kept, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -20,7 +20,7 @@ from tests.faults.launch import arguments, torchrun
 from tests.faults.left import all_hooks, is_flat, left_behind, rss, slope
 from tests.faults.poison import METHODS, PLACES, Poison, train_poisoned
 from tests.faults.states import VARIANTS, search_states
-from tests.world import run_world
+from tests.support.world import run_world
 
 from natgrad_lab.train import run as runs
 from natgrad_lab.train import storage

@@ -86,7 +86,7 @@ def require_committed() -> None:
 
 def code() -> str:
     """Git's digest of the sources that are run; empty if files differ from it."""
-    if _git("status", "--porcelain", "--", "src", "tests/faults"):
+    if _git("status", "--porcelain", "--", "src", "lab/src", "tests/faults"):
         return ""
     return _git("rev-parse", "HEAD:src")[:12]
 

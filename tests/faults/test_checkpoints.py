@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.world import run_world
+from tests.support.world import run_world
 from torch import Tensor
 
 from natgrad_lab.errors import UserError

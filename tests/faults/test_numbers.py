@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.faults.poison import METHODS, Poison, fail_to_invert, train_poisoned
-from tests.toys import backward, mlp, parameters, sgd, train
-from tests.world import run_world
+from tests.support.toys import backward, mlp, parameters, sgd, train
+from tests.support.world import run_world
 from torch import Tensor, nn
 
 import natgrad
-from natgrad.comm import CommOptions
+from natgrad.distributed.communicator import CommOptions
 
 FINITE = {"allow_nan": False, "allow_infinity": False}
 

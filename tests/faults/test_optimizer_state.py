@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.toys import backward, mlp, parameters, same, sgd, snapshot, tensors, train
-from tests.world import run_world
+from tests.support.toys import (
+    backward,
+    mlp,
+    parameters,
+    same,
+    sgd,
+    snapshot,
+    tensors,
+    train,
+)
+from tests.support.world import run_world
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -162,7 +171,7 @@ def wrapped(maker: str) -> tuple[nn.Module, Any, Optimizer]:
 
 
 def steps_of(replica: nn.Module, optimizer: Optimizer, steps: range) -> None:
-    from tests.toys import batch
+    from tests.support.toys import batch
 
     ready = torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if ready else 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.faults import soak
 from tests.faults.left import all_hooks, is_flat, slope
-from tests.toys import mlp, sgd, train
+from tests.support.toys import mlp, sgd, train
 
 
 def entry(part: str, piece: int, digest: str, lost: int = 0) -> str:

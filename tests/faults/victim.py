@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-import natgrad.flight
-import natgrad.pulse
+import natgrad.distributed.transfer
+from natgrad.distributed import watchdog
 from natgrad_lab import cli
 from natgrad_lab.train import checkpoint, loop, snapshot, storage
 
@@ -81,7 +81,7 @@ def install(faults: Faults) -> None:
 
     patch(loop.Trainer, "_one_step", stepping)
     patch(loop.Trainer, "_criterion", forward)
-    patch(natgrad.flight._Load, "leave", lambda *_: faults.at("exchange"))
+    patch(natgrad.distributed.transfer._Load, "leave", lambda *_: faults.at("exchange"))
     patch(storage.Writer, "write_data", lambda *_: faults.at("save"))
     patch(storage.Writer, "finish", lambda *_: faults.at("commit"))
     patch(checkpoint, "write_whole", lambda *_: faults.at("latest"))
@@ -90,7 +90,10 @@ def install(faults: Faults) -> None:
 
 def train(folder: Path, faults: list[list[Any]], words: list[str]) -> int:
     """Train with faults; the exit status."""
-    natgrad.pulse.PULSE_SECONDS, natgrad.pulse.PATIENCE_SECONDS = 0.2, 1.0
+    (
+        watchdog.PULSE_SECONDS,
+        watchdog.PATIENCE_SECONDS,
+    ) = 0.2, 1.0
     torch.set_num_threads(1)
     install(Faults(folder, faults))
     return cli.main(words)

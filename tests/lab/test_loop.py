@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.world import run_world
+from tests.support.world import run_world
 
 from natgrad_lab.cli import main
 from natgrad_lab.errors import UserError

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.world import run_world
+from tests.support.world import run_world
 from torch import nn
 
 from natgrad import KFAC, SPNGD, Adaptive, Budget, Every, Polar, hybrid

@@ -9,9 +9,9 @@ import torch
 import tyro
 
 from natgrad import KFAC, SPNGD, Adaptive, Every, Polar
-from natgrad.config import Curvature
+from natgrad.options import Curvature
 from natgrad.plan import HardwareProfile, make_plan
-from natgrad.plan.profile import Link
+from natgrad.plan.autotune.profile import Link
 from natgrad_lab import cli
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate.asked import METHODS, STRATEGIES, Asked, curvature_of

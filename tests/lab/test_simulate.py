@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.world import run_world
+from tests.support.world import run_world
 
 from natgrad import KFAC, Every
-from natgrad.comm import Communicator
+from natgrad.distributed.communicator import Communicator
 from natgrad.plan import HardwareProfile, make_plan
-from natgrad.plan.profile import Collective, ModelTimes
+from natgrad.plan.autotune.profile import Collective, ModelTimes
 from natgrad.plan.split import loads_of, lower_bound
 from natgrad_lab.errors import UserError
 from natgrad_lab.models import build

@@ -13,7 +13,7 @@ from natgrad.layers.kind import (
     optional_parameter,
     parameter,
 )
-from natgrad.math.convolution import (
+from natgrad.math.conv.moments import (
     ConvGeometry,
     conv_input_moment,
     conv_output_moment,

@@ -12,7 +12,7 @@ from natgrad.plan.spec import StatisticSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """The options of `natgrad.config.Curvature` that change what a layer computes."""
+    """The options of `natgrad.options.Curvature` that change what a layer computes."""
 
     norm: str = "unit"
     sharing: str = "expand"

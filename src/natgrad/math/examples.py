@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from natgrad.math import products
-from natgrad.math.convolution import windows
-from natgrad.math.geometry import ConvGeometry, pad
+from natgrad.math.conv.geometry import ConvGeometry, pad
+from natgrad.math.conv.moments import windows
 from natgrad.math.products import sum_dtype
 from natgrad.math.rules import into_basis
 

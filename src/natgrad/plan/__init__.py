@@ -19,9 +19,9 @@ from natgrad.plan.strategies import (
 )
 
 if TYPE_CHECKING:
-    from natgrad.plan.choice import Choice, choose_strategy
-    from natgrad.plan.profile import HardwareProfile
-    from natgrad.plan.profile_file import load_profile
+    from natgrad.plan.autotune.choice import Choice, choose_strategy
+    from natgrad.plan.autotune.profile import HardwareProfile
+    from natgrad.plan.autotune.profile_file import load_profile
 
 __all__ = [
     "EXCHANGES",
@@ -53,7 +53,7 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    return getattr(import_module(f"{__name__}.autotune.{_LATER[name]}"), name)
 
 
 def __dir__() -> list[str]:

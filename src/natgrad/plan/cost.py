@@ -41,7 +41,7 @@ class CostModel:
         element: Seconds per element of a diagonal.
         flop: Seconds per floating-point operation of a matrix product.
         flops: The same by size, where it was measured; see `rate_at`.
-        scale: The rule that preconditions, as in `natgrad.config.Curvature`.
+        scale: The rule that preconditions, as in `natgrad.options.Curvature`.
         measured: Seconds by statistic name; statistics missing here are modelled.
             Must be the same on all ranks: the plan follows from it.
     """

@@ -27,7 +27,7 @@ from natgrad.plan.strategies import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from natgrad.plan.profile import HardwareProfile
+    from natgrad.plan.autotune.profile import HardwareProfile
 
 GRADIENTS = ("own", "ddp")
 

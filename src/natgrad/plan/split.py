@@ -30,8 +30,8 @@ from natgrad.plan.spec import FLOAT_BYTES, StatisticSpec
 from natgrad.plan.strategies import Ranks
 
 if TYPE_CHECKING:
+    from natgrad.plan.autotune.profile import HardwareProfile
     from natgrad.plan.plan import Plan
-    from natgrad.plan.profile import HardwareProfile
 
 OUT, BACK = SPLIT_EXCHANGES = ("share_factors", "gather_columns")
 
@@ -137,7 +137,7 @@ def split_large(
     if most == 1:
         return ()
     # not above: every import of natgrad would pay for it, and few plans split
-    from natgrad.plan.profile import HardwareProfile
+    from natgrad.plan.autotune.profile import HardwareProfile
 
     profile = profile or HardwareProfile(name="the library's constants")
     # Many helpers for the first factor leave none idle for the next: try every limit.

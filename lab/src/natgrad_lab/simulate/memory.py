@@ -1,0 +1,115 @@
+"""Bytes on each rank and in each step, and the check that they fit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from natgrad.engine.auto import intervals
+from natgrad.factors.budget import Budget
+from natgrad.options import Curvature
+from natgrad.plan import Plan
+from natgrad.plan.describe import size_text
+from natgrad.plan.memory import Keeps, memory_of, momentum_of
+from natgrad.plan.spec import FLOAT_BYTES
+from natgrad.plan.split import OUT, SPLIT_EXCHANGES
+from natgrad_lab.errors import UserError
+from natgrad_lab.simulate.work import Work
+
+INVERTING = ("share_inverses", *SPLIT_EXCHANGES)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes: ``16G``, ``512 MiB`` or ``1000000``; units are powers of 1024."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise UserError(f"Invalid memory={text!r}. Must be like 16G, 512M or 1000000.")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def keeps_of(config: Curvature) -> Keeps:
+    """What a method keeps between steps."""
+    statistics, inverses = intervals(config.refresh)
+    return Keeps(
+        decay=config.decay,
+        waits=inverses > statistics,
+        changes=isinstance(config.refresh, Budget),
+        history=0 if config.refresh.tolerance is None else 2,
+        moments=config.scale == "adaptive",
+        rest_moments=config.rest == "adaptive",
+    )
+
+
+def memory_by_rank(
+    plan: Plan, work: Work, batch: int, *, keeps: Keeps | None = None, sharded: bool
+) -> list[dict[str, int]]:
+    """Float32 bytes by rank: curvature as planned, the rest of training, activations.
+
+    ``momentum`` is on all ranks for all weights, or, ``sharded`` as by SPNGD and Polar,
+    on those that update a weight. ``activations`` counts every layer's output once,
+    for ``batch`` examples: an estimate from above for inference, from below with
+    temporaries.
+    """
+    weights = FLOAT_BYTES * work.parameters
+    momentum = momentum_of(plan, sharded=sharded)
+    rest = {"weights": weights, "gradients": weights}
+    rest["activations"] = FLOAT_BYTES * batch * work.elements
+    kept = memory_of(plan, keeps or Keeps())
+    rows = [
+        {**mine, "momentum": own, **rest}
+        for mine, own in zip(kept, momentum, strict=True)
+    ]
+    return [row | {"total": sum(row.values())} for row in rows]
+
+
+def require_fit(rows: list[dict[str, int]], memory: int) -> None:
+    """Raise, with the numbers, if some rank needs more than ``memory`` bytes."""
+    over = [rank for rank, row in enumerate(rows) if row["total"] > memory]
+    if not over:
+        return
+    worst = max(over, key=lambda rank: rows[rank]["total"])
+    parts = ", ".join(
+        f"{name} {size_text(value)}"
+        for name, value in rows[worst].items()
+        if name != "total"
+    )
+    raise UserError(
+        f"{len(over)} of {len(rows)} ranks need more than {size_text(memory)}: rank "
+        f"{worst} needs {size_text(rows[worst]['total'])} ({parts})."
+    )
+
+
+def exchange_bytes(
+    plan: Plan, statistics: float = 1, inverses: float = 1
+) -> dict[str, dict[str, Any]]:
+    """Payload by exchange: packed or whole, full or half precision.
+
+    In a step in which all is due; ``mean`` is of a step, packed, if statistics are
+    estimated and inverses made every so many steps.
+    """
+    whole = {spec.name: spec.elements for spec in plan.statistics}
+    moments = {spec.name for spec in plan.statistics if spec.kind == "S"}
+    intervals = {"reduce_statistics": statistics, **dict.fromkeys(INVERTING, inverses)}
+    table: dict[str, dict[str, Any]] = {}
+    for name, exchange in plan.exchanges.items():
+        packed = dense = exchange.elements()
+        symmetric = name == "share_inverses" and plan.inverse == "factored"
+        if symmetric or name in ("reduce_statistics", OUT):
+            dense = sum(whole[item.name] for item in exchange.items)
+        interval = intervals.get(name, 1)
+        mean = sum(
+            # An S is used, and shared, as soon as it is estimated.
+            item.elements / (statistics if item.name in moments else interval)
+            for item in exchange.items
+        )
+        table[name] = {
+            "items": len(exchange.items),
+            "packed": 4 * packed,
+            "packed_half": 2 * packed,
+            "whole": 4 * dense,
+            "whole_half": 2 * dense,
+            "mean": 4 * mean,
+            "mean_half": 2 * mean,
+        }
+    return table

@@ -1,0 +1,192 @@
+"""`natgrad plan`: bytes, traffic and seconds of a run, before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import tyro
+from rich.table import Table
+
+from natgrad.engine.auto import intervals
+from natgrad.options import Curvature
+from natgrad.plan import (
+    Choice,
+    CostModel,
+    HardwareProfile,
+    Plan,
+    choose_strategy,
+    make_plan,
+)
+from natgrad.plan.describe import size_text
+from natgrad.plan.split import loads_of, lower_bound
+from natgrad_lab.errors import UserError
+from natgrad_lab.report.table import show
+from natgrad_lab.simulate.asked import (
+    SPLIT,
+    STRATEGIES,
+    Asked,
+    curvature_of,
+    inverse_of,
+    work_asked,
+)
+from natgrad_lab.simulate.memory import (
+    exchange_bytes,
+    keeps_of,
+    memory_by_rank,
+    parse_size,
+    require_fit,
+)
+from natgrad_lab.simulate.profile import find_profile
+from natgrad_lab.simulate.run import passes
+from natgrad_lab.simulate.work import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand(Asked):
+    """Show what a run costs on each rank: memory, traffic and modelled seconds."""
+
+    world: int = 8
+    """Number of ranks."""
+    strategy: str | None = None
+    """spngd, layer_wise, factor_wise, hybrid(f), or auto: what the profile says."""
+    memory: str | None = None
+    """Fail if a rank needs more: 16G."""
+    profile: str | None = None
+    """abci, frontera, here, or a calibrated file; None: the library's constants."""
+    json: bool = False
+    """Print the plan as JSON."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse, plan, check memory, print."""
+    asked = tyro.cli(PlanCommand, prog="natgrad plan", args=list(arguments))
+    config = curvature_of(asked)
+    work = work_asked(asked, config)
+    profile = find_profile(asked.profile) if asked.profile else None
+    auto = asked.strategy == "auto"
+    choice = _choose(asked, config, work, profile) if auto else None
+    plan = plan_asked(asked, config, work, profile, choice)
+    plan.check()
+    keeps, sharded = keeps_of(config), asked.method != "kfac"
+    rows = memory_by_rank(
+        plan, work, asked.batch_per_rank, keeps=keeps, sharded=sharded
+    )
+    if asked.memory is not None:
+        require_fit(rows, parse_size(asked.memory))
+    if asked.json:
+        print(json.dumps(plan.to_dict(keeps), indent=1))
+        return 0
+    if choice:
+        print(choice.reasons, end="\n\n")
+    print(plan.describe(keeps))
+    show(memory_table(rows))
+    show(traffic_table(plan, *intervals(config.refresh)))
+    print(left_out(work))
+    if asked.split:
+        print(split_text(plan))
+    return 0
+
+
+def plan_asked(
+    asked: PlanCommand,
+    config: Curvature,
+    work: Work,
+    profile: HardwareProfile | None,
+    choice: Choice | None,
+) -> Plan:
+    """The plan that a run of this method executes, or with --split would."""
+    inverse = inverse_of(config)
+    cost = CostModel(inverse=inverse)
+    if profile is not None:
+        cost = profile.cost(inverse, config.scale)
+    plan = make_plan(
+        work.specs,
+        world=asked.world,
+        strategy=choice.strategy if choice else _strategy(asked),
+        placement=asked.placement,
+        costs=cost,
+        gradients=asked.gradients,
+        inverse=inverse,
+        split=SPLIT if asked.split else 1,
+        profile=profile,
+    )
+    # The library's own placement does not look at the rule; its seconds depend on it.
+    return replace(plan, cost=replace(cost, scale=config.scale))
+
+
+def _strategy(asked: PlanCommand) -> str:
+    return asked.strategy or STRATEGIES[asked.method]
+
+
+def _choose(
+    asked: PlanCommand, config: Curvature, work: Work, profile: HardwareProfile | None
+) -> Choice:
+    if profile is None:
+        raise UserError("--strategy auto needs --profile: here, if it is calibrated.")
+    statistics, inverses = intervals(config.refresh)
+    compute, estimate = passes(work, profile, asked.batch_per_rank)
+    return choose_strategy(
+        work.specs,
+        asked.world,
+        profile,
+        statistics=statistics,
+        inverses=inverses,
+        inverse=inverse_of(config),
+        scale=config.scale,
+        gradients=asked.gradients,
+        compute=compute,
+        estimate=estimate,
+        placement=asked.placement,
+    )
+
+
+def memory_table(rows: Sequence[dict[str, int]]) -> Table:
+    """The ranks that need least, most, and the mean."""
+    table = Table(title="memory a rank (float32; activations are an estimate)")
+    table.add_column("")
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    order = sorted(range(len(rows)), key=lambda r: (rows[r]["total"], r))
+    for title, rank in (("least", order[0]), ("most", order[-1])):
+        cells = [size_text(value) for value in rows[rank].values()]
+        table.add_row(f"{title}: rank {rank}", *cells)
+    means = [sum(row[name] for row in rows) / len(rows) for name in rows[0]]
+    table.add_row("mean", *map(size_text, means))
+    return table
+
+
+def traffic_table(plan: Plan, statistics: float, inverses: float) -> Table:
+    """Payload by exchange in each precision."""
+    table = Table(
+        title="payload of a step in which everything is due, and of a mean one "
+        f"(statistics every {statistics:.3g} steps, inverses every {inverses:.3g})"
+    )
+    heads = ("packed", "packed, half", "whole", "whole, half", "mean", "mean, half")
+    for title in ("exchange", "items", *heads):
+        table.add_column(title, justify="left" if title == "exchange" else "right")
+    for name, row in exchange_bytes(plan, statistics, inverses).items():
+        sizes = [size_text(value) for key, value in row.items() if key != "items"]
+        table.add_row(name, str(row["items"]), *sizes)
+    return table
+
+
+def left_out(work: Work) -> str:
+    """A line on the parameters without statistics."""
+    names = work.left_out
+    count = sum(s.elements for s in work.specs if not s.statistics)
+    if not names:
+        return "no parameters are left out"
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"{len(names)} parameters without statistics ({count} elements): {shown}"
+
+
+def split_text(plan: Plan) -> str:
+    """What dividing factors larger than a fair share would gain."""
+    whole = max(loads_of(replace(plan, splits=())))
+    return (
+        f"slowest rank inverts for {whole:.3g} s; no placement of whole factors is "
+        f"under {lower_bound(plan):.3g} s; with {len(plan.splits)} of them divided: "
+        f"{max(loads_of(plan)):.3g} s (planned, not executed)"
+    )

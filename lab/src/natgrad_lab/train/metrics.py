@@ -1,0 +1,167 @@
+"""Append-only records of a run, and the clock that fills them."""
+
+import json
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from natgrad.diagnostics.sinks import JsonlSink, TensorBoardSink
+
+Record = dict[str, Any]
+LOOKS = "diagnostics.jsonl"
+"""The records of `watch` in a run's folder."""
+
+
+class MetricsWriter:
+    """Appends one JSON object a line; optionally TensorBoard events as well.
+
+    What a full disk does not take is kept in memory and written when it does.
+    """
+
+    def __init__(self, folder: Path, *, tensorboard: bool = False) -> None:
+        self._records = JsonlSink(folder / "metrics.jsonl")
+        self._events = _Events(folder / "tensorboard") if tensorboard else None
+        self._folder = folder
+        self._looks: JsonlSink | None = None
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append a record at once, so that a crash loses at most one line."""
+        self._records({"kind": kind, "step": step, **values})
+        if self._events is not None:
+            for name, value in _scalars(values):
+                self._events.add_scalar(f"{kind}/{name}", value, step)
+
+    def look(self, record: Record) -> None:
+        """Append a record of `watch` to a file of its own, and to TensorBoard."""
+        if self._looks is None:
+            self._looks = JsonlSink(self._folder / LOOKS)
+        self._looks(record)
+        if self._events is not None:
+            TensorBoardSink(self._events)(record)
+
+    def close(self) -> None:
+        """Close the files."""
+        for each in (self._records, self._looks, self._events):
+            if each is not None:
+                each.close()
+
+
+class _Events:
+    """TensorBoard's writer. One that has failed is replaced a minute later.
+
+    A failed one takes nothing any more; what it had not written is only in the other
+    files.
+    """
+
+    PAUSE = 60.0
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+        self._resumes = 0.0
+        self._warned = False
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """As `SummaryWriter` does it; never raises because of the disk."""
+        if time.monotonic() < self._resumes:
+            return
+        try:
+            if self._writer is None:
+                self._writer = _event_writer(self._folder)
+            self._writer.add_scalar(tag, scalar_value, global_step)
+        except OSError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Write what is queued, if that is possible."""
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:
+            self._warn(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._warn(error)
+        self._resumes = time.monotonic() + self.PAUSE
+        with suppress(OSError):
+            if self._writer is not None:
+                self._writer.close()
+        self._writer = None
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            text = f"TensorBoard events cannot be written ({error.strerror}): some "
+            warnings.warn(text + "will be missing.", stacklevel=4)
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The records that count: those a resume took back are left out.
+
+    A last line cut short by a crash is ignored.
+    """
+    records: list[Record] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if record["kind"] == "resume":
+            records = [old for old in records if old["step"] <= record["step"]]
+        records.append(record)
+    return records
+
+
+class Clock:
+    """Seconds by phase since the last `take`, and training seconds in all.
+
+    ``total`` is what the wall clock says, ``cpu`` what the processor spent on all
+    threads of this process: on a shared machine only the second compares runs.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.cpu = 0.0
+        self._phases: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Count the time spent inside under ``name``."""
+        start, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.cpu += time.process_time() - cpu
+            self._phases[name] += spent
+            self.total += spent
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase, and start anew."""
+        phases = {name: round(value, 6) for name, value in self._phases.items()}
+        self._phases.clear()
+        return phases
+
+
+def waiting_share(phases: dict[str, float]) -> float:
+    """Share of the time spent waiting for the loader."""
+    total = sum(phases.values())
+    return phases.get("data", 0.0) / total if total else 0.0
+
+
+def _event_writer(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder))
+
+
+def _scalars(values: Record) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", item) for key, item in _scalars(value))
+        elif isinstance(value, int | float):
+            yield name, float(value)

@@ -1,0 +1,1 @@
+"""A forward and a backward become raw statistics."""

@@ -1,0 +1,1 @@
+"""State in and out: saved, validated, gathered, sharded."""

@@ -1,0 +1,121 @@
+"""Every statistic on every rank: for a checkpoint, or before owners change."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.distributed.communicator import Communicator
+from natgrad.factors.state import StatisticState
+from natgrad.math.inverse import Inverse
+from natgrad.plan import Plan
+from natgrad.plan.spec import StatisticSpec
+
+Share = Callable[[Tensor | None, int], Tensor]
+
+
+def gather(
+    states: list[StatisticState],
+    plan: Plan,
+    comm: Communicator,
+    like: Tensor,
+    *,
+    eigen: frozenset[str],
+) -> None:
+    """Fill ``states`` with what only owners keep. Collective.
+
+    ``eigen`` names the statistics whose inverse is an eigendecomposition.
+    """
+    if comm.world == 1:
+        return
+    held = _held(states, plan, comm, like)
+    for s, (average, inverse, history) in zip(states, held, strict=True):
+        owner = plan.owners[s.spec.name]
+
+        def share(x: Tensor | None, size: int, owner: int = owner) -> Tensor:
+            mine = x.flatten() if comm.rank == owner and x is not None else None
+            return comm.broadcast(like.new_empty(size) if mine is None else mine, owner)
+
+        if average:
+            s.average = share(s.average, s.spec.packed)
+        if inverse:
+            s.inverse = _share_inverse(s, share, s.spec.name in eigen)
+        s.history = [
+            share(s.history[i] if i < len(s.history) else None, s.spec.packed)
+            for i in range(history)
+        ]
+
+
+def part_of(plan: Plan, comm: Communicator) -> list[Any]:
+    """Whose part of the state a rank has: its number, the world, owners and workers.
+
+    Nothing else of the plan: who averages gradients may be known only later.
+    """
+    text = json.dumps([dict(plan.owners), dict(plan.workers)], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return [comm.rank, comm.world, digest]
+
+
+def warn_partial(comm: Communicator) -> bool:
+    """Tell the rank that most often saves alone that this is not the whole state."""
+    if comm.rank == 0:
+        warnings.warn(
+            f"This state_dict has rank 0's part of the natgrad state of {comm.world} "
+            "ranks, which only rank 0 of as many can load. If not every rank saves its "
+            "own, call gather() on every rank before.",
+            stacklevel=4,
+        )
+    return True
+
+
+def parts_kept(plan: Plan, statistic: str, rank: int) -> tuple[str, ...]:
+    """What of a statistic's saved tensors a rank goes on with: owners all of them."""
+    if plan.owners[statistic] == rank:
+        return ("average", "inverse", "history")
+    block = statistic.rpartition("/")[0]
+    return ("inverse",) if rank in plan.keepers(block) else ()
+
+
+def release(states: list[StatisticState], plan: Plan, rank: int) -> None:
+    """Forget what a gather brought of statistics that this rank has no part in."""
+    for s in states:
+        kept = parts_kept(plan, s.spec.name, rank)
+        if "average" not in kept:
+            s.average, s.history = None, []
+        if "inverse" not in kept:
+            s.inverse = None
+
+
+def _held(
+    states: list[StatisticState], plan: Plan, comm: Communicator, like: Tensor
+) -> list[tuple[int, int, int]]:
+    """Of each owner: whether it has an average and an inverse, and its history."""
+    said: list[float] = []
+    for s in states:
+        mine = plan.owners[s.spec.name] == comm.rank
+        has = (s.average is not None, s.inverse is not None, len(s.history))
+        said += has if mine else (0, 0, 0)
+    agreed: list[float] = comm.agree(like.new_tensor(said)).tolist()
+    numbers = [round(x) for x in agreed]
+    return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+
+
+def inverse_shapes(spec: StatisticSpec, eigen: bool) -> list[tuple[int, ...]]:
+    """Of the tensors of an inverse: ``(X^-1,)``, or ``(Q, v)`` if it is ``eigen``."""
+    diagonal = spec.diagonal
+    values = (spec.stack, spec.size)
+    dense = values if diagonal else (*values, spec.size)
+    return [(0,) if diagonal else dense, values] if eigen else [dense]
+
+
+def _share_inverse(s: StatisticState, share: Share, eigen: bool) -> Inverse:
+    shapes = inverse_shapes(s.spec, eigen)
+    old = s.inverse or (None,) * len(shapes)
+    return tuple(
+        share(x, torch.Size(shape).numel()).reshape(shape)
+        for x, shape in zip(old, shapes, strict=True)
+    )

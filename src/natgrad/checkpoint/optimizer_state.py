@@ -1,0 +1,159 @@
+"""Let a preconditioner's state travel inside an optimizer's ``state_dict``."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from natgrad.checkpoint.sharded import KEY, collect, spread, torch_asks
+
+if TYPE_CHECKING:
+    from natgrad.engine.engine import Engine
+
+Check = Callable[[Mapping[str, Any]], None]
+_PASSENGERS: WeakKeyDictionary[Optimizer, "ref[Engine]"] = WeakKeyDictionary()
+
+
+def require_free(optimizer: Optimizer | None) -> None:
+    """Raise if an optimizer has a passenger: a second would overwrite its state."""
+    if optimizer is not None and _open(_PASSENGERS.get(optimizer)):
+        raise ValueError(
+            f"Invalid optimizer: this {type(optimizer).__name__} already carries a "
+            "natgrad preconditioner. Must be one without: close() the other first."
+        )
+
+
+def _open(engine: "ref[Engine] | None") -> bool:
+    found = None if engine is None else engine()
+    return found is not None and not found.closed
+
+
+def travel_with(
+    optimizer: Optimizer, engine: "Engine", check: Check | None = None
+) -> list[RemovableHandle]:
+    """Add the engine's state under a key of its own, and take it out on loading.
+
+    ``check`` raises if the optimizer's own part of a state is not as it must be; it is
+    called before anything is loaded.
+
+    A key beside ``state`` and ``param_groups`` is never cast to the parameters' dtype.
+    `get_optimizer_state_dict` gets it under the parameters instead, where it is taken
+    out before it would be cast. See Note [Two forms of a state].
+    """
+
+    def save(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if torch_asks():
+            return {**state, "state": _filed(optimizer, engine, state)}
+        return {**state, KEY: engine.state_dict()}
+
+    def load(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        _require_groups(optimizer, state)
+        if check is not None:
+            check(state)
+        filed = [entry[KEY] for entry in state["state"].values() if KEY in entry]
+        if KEY not in state and not filed:
+            raise ValueError(
+                f"The saved optimizer state has no {KEY!r} entry: it was saved without "
+                "natgrad. Load it before constructing natgrad.KFAC."
+            )
+        engine.load_state_dict(state[KEY] if KEY in state else collect(engine, filed))
+        own = {name: part for name, part in state.items() if name != KEY}
+        return {**own, "state": _without(state["state"])}
+
+    _PASSENGERS[optimizer] = ref(engine)
+    return [
+        optimizer.register_state_dict_post_hook(save),
+        optimizer.register_load_state_dict_pre_hook(load),
+    ]
+
+
+def _filed(
+    optimizer: Optimizer, engine: "Engine", state: dict[str, Any]
+) -> dict[Any, Any]:
+    """Every parameter's state, with statistics; torch misses those that have none."""
+    spread_out = spread(engine)
+    filed: dict[Any, Any] = {}
+    for number, p in _numbered(optimizer, state):
+        extra = {KEY: spread_out[id(p)]} if id(p) in spread_out else {}
+        filed[number] = {**state["state"].get(number, {}), **extra}
+    return filed
+
+
+def _numbered(
+    optimizer: Optimizer, state: dict[str, Any]
+) -> Iterator[tuple[Any, Tensor]]:
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        yield from zip(saved["params"], group["params"], strict=True)
+
+
+def _without(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Nothing of ours, and no entry that only ours had made."""
+    own = {
+        number: {name: x for name, x in entry.items() if name != KEY}
+        for number, entry in state.items()
+    }
+    return {number: entry for number, entry in own.items() if entry}
+
+
+def _require_groups(optimizer: Optimizer, state: Any) -> None:
+    """What torch checks too, if at all, but only after the passenger was loaded."""
+    _require_form(state)
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != own:
+        raise ValueError(
+            f"Invalid param_groups in the saved optimizer state: parameter groups of "
+            f"{saved} params. Must be {own}."
+        )
+    for group, known in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        if "lr" in known:
+            require_setting(group, "lr", math.inf)
+
+
+def _require_form(state: Any) -> None:
+    """Raise unless it looks like what any torch optimizer saves."""
+    if not _has_form(state):
+        found = type(state).__name__
+        if isinstance(state, Mapping):
+            found = f"dict of {', '.join(map(repr, [*state][:3])) or 'nothing'}"
+        raise ValueError(
+            f"Invalid optimizer state, a {found}. Must be what state_dict() of an "
+            "optimizer returned: 'state' is a dict by parameter, 'param_groups' a list "
+            "of dicts that number their 'params'."
+        )
+
+
+def _has_form(state: Any) -> bool:
+    if not isinstance(state, Mapping):
+        return False
+    entries: Any = state.get("state")
+    groups: Any = state.get("param_groups")
+    if not (isinstance(entries, Mapping) and isinstance(groups, list)):
+        return False
+    filed = all(isinstance(entry, Mapping) for entry in entries.values())
+    return filed and all(_is_group(group) for group in groups)
+
+
+def _is_group(group: Any) -> bool:
+    params = group.get("params") if isinstance(group, Mapping) else None
+    if not isinstance(params, list):
+        return False
+    named = all(isinstance(number, int | str) for number in params)
+    return named and len(set(params)) == len(params)
+
+
+def require_setting(group: Mapping[str, Any], name: str, below: float) -> None:
+    """Raise unless a saved parameter group has a number in [0, below) of this name."""
+    value: Any = group.get(name)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 <= value < below):
+        raise ValueError(
+            f"Invalid {name}={value!r} in a saved parameter group. Must be a number "
+            f"in [0, {below:g})."
+        )

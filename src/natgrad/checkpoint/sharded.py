@@ -1,0 +1,183 @@
+"""Statistics as a state of parameters, the form in which torch shards optimizers.
+
+Note [Two forms of a state]
+``optimizer.state_dict()`` has natgrad's state under a key of its own. But
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` takes only what is
+filed under a parameter, and `torch.distributed.checkpoint.load` fills tensors that are
+there already, by name, on whichever rank asks for them. For these two, a block's
+statistics are filed under its first parameter, and all tensors exist from the start:
+one that has no value yet is NaN. A rank files what it keeps, so that all ranks' are the
+whole, and needs no more than that when the state comes back under another plan.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from natgrad.checkpoint.gather import inverse_shapes, parts_kept
+from natgrad.factors.refresh import Timing
+from natgrad.factors.state import StatisticState
+from natgrad.layers import Block
+from natgrad.layers.registration import shape_of
+
+if TYPE_CHECKING:
+    from natgrad.engine.engine import Engine
+
+KEY = "natgrad"
+REST = "rest"
+MOMENT = "/moment"
+_ASKING = "torch.distributed.checkpoint.state_dict"
+_NUMBERS = ("mean_eigenvalue", "estimated", "failures", "quarantined")
+_TIMING = tuple(f.name for f in fields(Timing))
+
+
+def torch_asks() -> bool:
+    """Whether `get_optimizer_state_dict` is who wants a state. It gives no other sign.
+
+    See Note [Two forms of a state].
+    """
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    for _ in range(8):
+        if frame.f_globals.get("__name__") == _ASKING:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def only_initialises(engine: "Engine", groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a step is torch's way of making an optimizer fill its state.
+
+    That is zero gradients at a zero learning rate, without a forward or backward, on
+    any rank at any time: natgrad has nothing to do, and must not wait for others.
+    """
+    if any(float(group["lr"]) != 0.0 for group in groups):
+        return False
+    current = engine.capture.current
+    if current.calls or current.terms:
+        return False
+    grads = [p.grad for b in engine.blocks for p in b.parameters if p.requires_grad]
+    return all(g is not None and not g.any() for g in grads)
+
+
+def spread(engine: "Engine") -> dict[int, dict[str, Any]]:
+    """By ``id`` of a block's first parameter: what this rank keeps of its statistics.
+
+    The first block also has the rest: the step, and what is not of one statistic.
+    """
+    saved: dict[int, dict[str, Any]] = {}
+    for block in engine.blocks:
+        names = [s.name for s in block.spec.statistics]
+        filed = {name: _file(engine, name) for name in names}
+        filed |= _file_moment(engine, block)
+        if filed or not saved:
+            saved[id(block.parameters[0])] = filed
+    own = ("statistics", "moments")
+    state = engine.state_dict(warn=False)  # every rank's part is asked for
+    rest = {k: v for k, v in state.items() if k not in own}
+    next(iter(saved.values()))[REST] = {**rest, "part": None}
+    return saved
+
+
+def collect(engine: "Engine", filed: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Undo `spread`: what `Engine.load_state_dict` takes."""
+    statistics: dict[str, Any] = {}
+    moments: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for entry in filed:
+        rest |= entry.get(REST, {})
+        for name in entry.keys() - {REST}:
+            if name in engine.statistics.states:
+                statistics[name] = _unfile(engine, name, entry[name])
+            elif name.endswith(MOMENT) and not entry[name]["steps"].isnan():
+                steps = int(entry[name]["steps"])
+                block = name.removesuffix(MOMENT)
+                moments[block] = {"square": entry[name]["square"], "steps": steps}
+    return {**rest, "statistics": statistics, "moments": moments}
+
+
+def _file(engine: "Engine", name: str) -> dict[str, Any]:
+    s = engine.statistics.states[name]
+    kept = parts_kept(engine.plan, name, engine.comm.rank)
+    if engine.gathered:
+        kept = ("average", "inverse", "history")
+    filed: dict[str, Any] = {"numbers": _numbers(s)}
+    for part, shapes in _shapes(engine, s).items():
+        if part in kept:
+            filed[part] = _filled(engine.like, _held(s, part), shapes)
+    return filed
+
+
+def _file_moment(engine: "Engine", block: Block) -> dict[str, Any]:
+    """A block's second moment, on the ranks that keep it, if its rule has one."""
+    works = engine.comm.rank in engine.plan.workers[block.name]
+    if not (engine.preconditioner.is_adaptive(block) and (works or engine.gathered)):
+        return {}
+    state = engine.moments.states.get(block.name)
+    if state is None:
+        unknown = engine.like.new_full(shape_of(block), float("nan"))
+        filed = {"square": unknown, "steps": torch.tensor(float("nan"))}
+    else:
+        filed = {"square": state.square, "steps": torch.tensor(float(state.steps))}
+    return {f"{block.name}{MOMENT}": filed}
+
+
+def _shapes(engine: "Engine", s: StatisticState) -> dict[str, list[tuple[int, ...]]]:
+    """Of every tensor that may ever be kept of a statistic."""
+    watched = engine.config.refresh.tolerance is not None
+    return {
+        "average": [(s.spec.packed,)],
+        "inverse": inverse_shapes(s.spec, engine.statistics.is_eigen(s)),
+        "history": [(s.spec.packed,)] * (2 if watched else 0),
+    }
+
+
+def _held(s: StatisticState, part: str) -> list[Tensor]:
+    if part == "average":
+        return [] if s.average is None else [s.average]
+    return list(s.inverse or ()) if part == "inverse" else list(s.history)
+
+
+def _filled(like: Tensor, held: list[Tensor], shapes: list[Any]) -> list[Tensor]:
+    missing = [like.new_full(shape, float("nan")) for shape in shapes[len(held) :]]
+    return held + missing
+
+
+def _numbers(s: StatisticState) -> Tensor:
+    timing = asdict(s.timing)
+    values = [float(getattr(s, name)) for name in _NUMBERS]
+    values += [float(timing[name]) for name in _TIMING]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _unfile(engine: "Engine", name: str, filed: Mapping[str, Any]) -> dict[str, Any]:
+    spec = engine.statistics.states[name].spec
+    missing = set(parts_kept(engine.plan, name, engine.comm.rank)) - filed.keys()
+    if missing:
+        raise ValueError(
+            f"The saved state has no {' and '.join(sorted(missing))} of {name!r}, "
+            f"which rank {engine.comm.rank} needs: it is another rank's part. Must be "
+            "whole: call gather() on every rank before it is saved."
+        )
+    values: list[float] = filed["numbers"].tolist()
+    entry: dict[str, Any] = dict(zip(_NUMBERS, values, strict=False))
+    timing = values[len(_NUMBERS) :]
+    entry["timing"] = {k: int(v) for k, v in zip(_TIMING, timing, strict=True)}
+    average = _known(filed.get("average", []))
+    return entry | {
+        "stack": spec.stack,
+        "size": spec.size,
+        "average": average[0] if average else None,
+        "inverse": _known(filed.get("inverse", [])) or None,
+        "history": _known(filed.get("history", [])),
+    }
+
+
+def _known(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those with a value: what is kept is never NaN. An empty one is known."""
+    return [x for x in tensors if not (x.numel() and x.flatten()[0].isnan())]

@@ -1,0 +1,40 @@
+"""An engine's state as one dict, and back: statistics, moments, budget, counts."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from natgrad.factors import state as saved_state
+from natgrad.math.statistics import widen
+
+if TYPE_CHECKING:
+    from natgrad.engine.engine import Engine
+
+
+def save(engine: "Engine") -> dict[str, Any]:
+    """All that does not depend on how the ranks share it."""
+    statistics, config = engine.statistics, engine.config
+    states, account = statistics.states.values(), statistics.account
+    return {
+        **saved_state.save(states, engine.step, config.damping_style),
+        "form": config.form,
+        "moments": engine.moments.save(),
+        "budget": None if account is None else account.state_dict(),
+        "skipped_steps": engine.skipped_steps,
+    }
+
+
+def load(engine: "Engine", state: Mapping[str, Any]) -> None:
+    """Take over what `save` returned, after `checking.require_state`."""
+    statistics, style = engine.statistics, engine.config.damping_style
+    dtypes = {widen(p).dtype for b in engine.blocks for p in b.parameters}
+    # of a model with several, each layer goes on with what it was saved with
+    dtype = engine.like.dtype if len(dtypes) == 1 else None
+    moments = engine.moments.loaded(state["moments"], engine.blocks, dtype)
+    statistics.step = saved_state.load(
+        statistics.states, state, engine.like, style, dtype
+    )
+    engine.moments.states = moments
+    # older states do not say
+    engine.skipped_steps = int(state.get("skipped_steps", 0))
+    if statistics.account is not None and state.get("budget"):
+        statistics.account.load_state_dict(state["budget"])

@@ -1,0 +1,1 @@
+"""What a user can look at: probes, timers, tables, sinks."""

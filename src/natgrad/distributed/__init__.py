@@ -1,0 +1,1 @@
+"""Everything that talks to other processes: the only importer of torch.distributed."""

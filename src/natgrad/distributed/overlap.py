@@ -1,0 +1,205 @@
+"""What leaves a rank while its backward still runs.
+
+Note [Overlap]
+An `Outbox` opens a flight of an exchange before the backward and puts an item on it as
+soon as the item is complete; the communicator sends full buckets at once, so that
+communication runs under the rest of the backward. A statistic is complete when its
+layer has run as often as in the last step that estimated it; a gradient, when autograd
+has accumulated it as often as in the last step. If more of a statistic comes after all
+(a second micro-batch), the rest is put on the same flight later: sums may arrive in
+parts. Gradients are sent anew, as they may have been replaced.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from natgrad.capture.recorder import Captured
+from natgrad.distributed.communicator import Communicator, Flight
+from natgrad.layers import Block
+from natgrad.math.packing import flatten, trace
+
+
+class Outbox:
+    """Statistics, and the gradients of ``blocks``, if DDP does not send them."""
+
+    def __init__(
+        self, comm: Communicator, like: Tensor, blocks: Sequence[Block] | None
+    ) -> None:
+        overlap = comm.options.overlap and comm.world > 1
+        self.sums = StatisticsOutbox(comm, like, overlap)
+        self.gradients: GradientOutbox | None = None
+        if blocks is not None:
+            self.gradients = GradientOutbox(comm, like, blocks, overlap)
+
+    def open(self, names: Sequence[str]) -> None:
+        """Begin a step that estimates these statistics."""
+        self.sums.open(names)
+        if self.gradients is not None:
+            self.gradients.open()
+
+    def abandon(self) -> None:
+        """Throw away what was sent of a step that never came to its end."""
+        self.sums.abandon()
+        if self.gradients is not None:
+            self.gradients.abandon()
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self.gradients.handles if self.gradients else ():
+            handle.remove()
+
+
+class StatisticsOutbox:
+    """Sends the sums of due statistics to their owners.
+
+    ``expected`` is how often each grew when it was last estimated. It decides in which
+    parts a sum is sent, so it is saved: a resumed run then rounds in the same way.
+    """
+
+    def __init__(self, comm: Communicator, like: Tensor, overlap: bool) -> None:
+        self._comm, self._like, self._overlap = comm, like, overlap
+        self.expected: dict[str, int] = {}
+        self._flight: Flight | None = None
+        self._names: list[str] = []
+        self.traces: dict[str, Tensor] = {}
+
+    def open(self, names: Sequence[str]) -> None:
+        """Begin a step that estimates these statistics."""
+        self._names, self.traces = list(names), {}
+        if self._comm.world > 1:
+            self._flight = self._comm.begin(
+                "reduce_statistics",
+                # a backward reaches the last layers first
+                reversed(self._names),
+                self._like.dtype,
+                self._like.device,
+            )
+
+    def grown(self, name: str, captured: Captured) -> None:
+        """A statistic's sum has grown; send it if that was the last part."""
+        complete = captured.calls[name] >= self.expected.get(name, 1)
+        if self._overlap and complete:
+            self._send(name, captured.sums.pop(name))
+
+    def finish(self, captured: Captured) -> dict[str, Tensor]:
+        """Send what is left; returns the packed sums of owned statistics."""
+        kept: dict[str, Tensor] = {}
+        for name in self._names:
+            if name in captured.sums:
+                kept[name] = self._send(name, captured.sums.pop(name))
+        # in one order on all ranks, whatever ran here and when it was sent
+        zero = self._like.new_zeros(())
+        self.traces = {name: self.traces.get(name, zero) for name in self._names}
+        self.expected |= captured.calls
+        return kept if self._flight is None else self._flight.finish()
+
+    def abandon(self) -> None:
+        """Throw away what was sent of a step that never came to its end."""
+        if self._flight is not None:
+            self._flight.finish()
+        self.open(self._names)
+
+    def _send(self, name: str, x: Tensor) -> Tensor:
+        part, flat = trace(x), flatten(x)
+        self.traces[name] = self.traces[name] + part if name in self.traces else part
+        if self._flight is not None:
+            self._flight.put(name, flat)
+        return flat
+
+
+class GradientOutbox:
+    """Sends gradients to the ranks that work on them, block by block.
+
+    What is sent early is only a guess that nothing will change: if the gradient is
+    another one when the step comes (a further micro-batch, ``clip_grad_norm_``, a batch
+    that was thrown away), all is void and sent again. So a sum is always that of the
+    gradients at the step, and does not depend on what was sent before.
+    """
+
+    def __init__(
+        self, comm: Communicator, like: Tensor, blocks: Sequence[Block], overlap: bool
+    ) -> None:
+        self._comm, self._like, self._blocks = comm, like, blocks
+        self._sent: dict[str, list[tuple[Tensor | None, int]]] = {}
+        self._arrived: dict[str, int] = {}
+        self._expected: dict[str, int] = {}
+        self._flight: Flight | None = None
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        if overlap:
+            for block in blocks:
+                for p in block.parameters:
+                    handle = p.register_post_accumulate_grad_hook(self._hook(block))
+                    self.handles.append(handle)
+
+    def open(self) -> None:
+        """Begin a step."""
+        self._sent, self._arrived = {}, {}
+        names = [b.name for b in reversed(self._blocks)]
+        self._flight = self._comm.begin(
+            "reduce_gradients", names, self._like.dtype, self._like.device
+        )
+
+    def finish(self) -> dict[str, Tensor]:
+        """Send what is left; returns the flat sums of the blocks worked on here."""
+        self._expected = self._arrived
+        while (sums := self._finish()) is None:
+            pass
+        return sums
+
+    def abandon(self) -> None:
+        """Throw away what was sent of a step that never came to its end."""
+        assert self._flight is not None
+        self._flight.finish()
+        self.open()
+
+    def _finish(self) -> dict[str, Tensor] | None:
+        """None if what some rank has sent was void; all is then to be sent again."""
+        assert self._flight is not None
+        if any(not _same(seen, block) for block, seen in self._seen()):
+            self._flight.void()
+        for block in self._blocks:
+            if block.name not in self._sent:
+                self._send(block)
+        sums = self._flight.finish()
+        if not self._flight.is_void:
+            return sums
+        self.open()
+        return None
+
+    def _seen(self) -> list[tuple[Block, list[tuple[Tensor | None, int]]]]:
+        return [(b, self._sent[b.name]) for b in self._blocks if b.name in self._sent]
+
+    def _hook(self, block: Block) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            count = self._arrived.get(block.name, 0) + 1
+            self._arrived[block.name] = count
+            # as often as in the last step: not before the last micro-batch
+            if count == self._expected.get(block.name, len(block.parameters)):
+                self._send(block)
+
+        return arrived
+
+    def _send(self, block: Block) -> None:
+        assert self._flight is not None
+        with torch.no_grad():
+            gradient = block.gradient()
+            if gradient is not None:
+                self._sent[block.name] = _gradients(block)
+                self._flight.put(block.name, gradient.flatten())
+
+
+def _gradients(block: Block) -> list[tuple[Tensor | None, int]]:
+    """A block's gradients, and numbers that change with every write to them."""
+    grads = [p.grad for p in block.parameters]
+    return [(g, -1 if g is None else g._version) for g in grads]
+
+
+def _same(seen: list[tuple[Tensor | None, int]], block: Block) -> bool:
+    """Whether the gradients are the very tensors that were seen, and as they were.
+
+    A new tensor may have the version that the one before had.
+    """
+    pairs = zip(seen, _gradients(block), strict=True)
+    return all(old is new and was == now for (old, was), (new, now) in pairs)

@@ -1,0 +1,237 @@
+"""``strategy="auto"``: the fastest strategy on this machine, and what it will cost.
+
+Rank 0 looks for a profile, compares the strategies by `choose_strategy` and tells the
+other ranks. The profile is the first of: the ``profile`` argument, the file that
+``$NATGRAD_PROFILE`` names, the file that ``natgrad calibrate`` writes by default, and
+built-in numbers that are nobody's machine, which it says.
+
+What a forward and a backward take is not known when it chooses: strategies within 5% of
+each other in the seconds that they add to those are one to it.
+
+What compares and predicts is imported when it is asked for, which is seldom: every
+optimizer's import has this module in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+import torch
+from torch import nn
+
+from natgrad.distributed.communicator import rank_of, tell, world_of
+from natgrad.factors.refresh import Refresh, Timing
+from natgrad.options import Curvature
+from natgrad.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from natgrad.plan.autotune.choice import Choice
+    from natgrad.plan.autotune.profile import HardwareProfile
+
+AUTO = "auto"
+HORIZON = 10_000
+"""Steps over which a refresh policy's mean interval is taken."""
+ADAPTIVE_INTERVAL = 10
+"""What a policy that decides as it goes is taken for: SP-NGD, Table 2, 5% to 24%."""
+
+# not with |, which takes no name of what is yet to be imported
+Profile = Union["HardwareProfile", str, Path]
+
+
+def decided_by_first(make: Callable[[], Choice], group: Any) -> Choice:
+    """Collective: what ``make()`` returns, or raises, on rank 0, on all ranks."""
+    if world_of(group) == 1:
+        return make()
+    made: Choice | Exception | None = None
+    if rank_of(group) == 0:
+        try:
+            made = make()
+        except Exception as error:
+            made = error
+    told = tell(f"strategy={AUTO!r}", made, group)[0]
+    if isinstance(told, Exception):
+        raise told
+    return told
+
+
+def say(text: str) -> None:
+    """Print to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def find_machine(
+    profile: Profile | None, device: torch.device, world: int
+) -> tuple[HardwareProfile, str]:
+    """The profile to use, and where it is from."""
+    from natgrad.plan.autotune.profile import HardwareProfile
+    from natgrad.plan.autotune.profile_file import find_calibrated, load_profile
+
+    if isinstance(profile, HardwareProfile):
+        return profile, f"{profile.name!r}, as given"
+    if profile is not None:
+        return load_profile(profile), str(profile)
+    if found := find_calibrated():
+        return found
+    return built_in(device, world), (
+        f"built-in numbers for {device.type}, not of this machine: "
+        "`natgrad calibrate` measures it"
+    )
+
+
+def built_in(device: torch.device, world: int) -> HardwareProfile:
+    """Rough numbers of a CPU core with gloo, or of a GPU of 2018 with NCCL."""
+    from natgrad.plan.autotune.profile import Curve, HardwareProfile, Link
+
+    inside = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    if device.type != "cuda":
+        return HardwareProfile(name="built-in CPU", ranks_per_node=inside)
+    return HardwareProfile(
+        name="built-in GPU",
+        flop=1e-13,
+        conv_flop=1.7e-13,
+        statistics_flop=4e-14,
+        layer=3e-5,
+        element=1e-11,
+        eigen=Curve(call=2.6e-2, square=7.9e-8),
+        cholesky=Curve(call=2e-4, cube=6.2e-13),
+        ranks_per_node=inside,
+        inside=Link(latency=5e-6, bandwidth=6e10),
+        between=Link(latency=1e-5, bandwidth=1e10),
+    )
+
+
+def intervals(refresh: Refresh) -> tuple[float, float]:
+    """Mean steps between estimates, and between inversions, of a policy."""
+    own = type(refresh).open_account is not Refresh.open_account
+    if refresh.tolerance is not None or own:
+        return ADAPTIVE_INTERVAL, ADAPTIVE_INTERVAL
+    statistics = _mean_interval(refresh.after_statistic)
+    return statistics, max(statistics, _mean_interval(refresh.after_inverse))
+
+
+def _mean_interval(after: Callable[[int, Timing], int]) -> float:
+    step = count = 0
+    while step < HORIZON:
+        step, count = after(step, Timing()), count + 1
+    return step / count
+
+
+class Automatic:
+    """A choice on all ranks, and its overhead over SGD once passes were timed.
+
+    Construction is collective; rank 0 prints, on stderr. `make_plan` is the given one,
+    a partial of `natgrad.plan.make_plan`, with the strategy that was chosen.
+
+    Steps that estimate statistics take longer by the time that takes. Passes are from
+    the start of a step's first forward to `stop`, which the curvature's step calls.
+    """
+
+    WARM_UP, ENOUGH, LAST = 2, 3, 200
+
+    def __init__(
+        self,
+        make_plan: partial[Plan],
+        model: nn.Module,
+        config: Curvature,
+        device: torch.device,
+        profile: Profile | None,
+        group: Any,
+    ) -> None:
+        self._given, self._config, self._device = make_plan, config, device
+        self._profile, self._main = profile, rank_of(group) == 0
+        self._interval = intervals(config.refresh)[0]
+        self._group = group
+        self._gradients: str = make_plan.keywords["gradients"]
+        self.choice = decided_by_first(self._choose, group)
+        self.overhead: float | None = None
+        self._spent: dict[bool, list[float]] = {True: [], False: []}
+        self._steps = 0
+        self._began: float | None = None
+        self._handle = model.register_forward_pre_hook(self._start)
+
+    def make_plan(self, **changes: Any) -> Plan:
+        """The plan of the strategy chosen; collective if ``gradients`` have changed.
+
+        Who averages gradients decides what a strategy costs, so that a model that DDP
+        wraps after all is chosen for anew.
+        """
+        gradients = changes.get("gradients", self._gradients)
+        if gradients != self._gradients:
+            self._gradients = gradients
+            self.choice = decided_by_first(self._choose, self._group)
+        found = {"strategy": self.choice.strategy, "costs": self.choice.cost}
+        return self._given(**{"gradients": self._gradients, **found, **changes})
+
+    def _choose(self) -> Choice:
+        from natgrad.plan.autotune.choice import choose_strategy
+
+        given = self._given.keywords
+        machine, where = find_machine(self._profile, self._device, given["world"])
+        statistics, inverses = intervals(self._config.refresh)
+        choice = choose_strategy(
+            self._given.args[0],
+            given["world"],
+            machine,
+            statistics=statistics,
+            inverses=inverses,
+            inverse=given["inverse"],
+            scale=self._config.scale,
+            gradients=self._gradients,
+            placement=given["placement"],
+        )
+        say(f"natgrad: profile {where}\nnatgrad: strategy {choice.reasons}")
+        return choice
+
+    def _start(self, module: nn.Module, _: Any) -> None:
+        if self._began is None and module.training and torch.is_grad_enabled():
+            self._began = self._now()
+
+    def stop(self, *, due: bool) -> None:
+        """A step's passes are over; ``due``: they estimated statistics."""
+        if self._began is None:
+            return
+        spent, self._began = self._now() - self._began, None
+        self._steps += 1
+        if self._steps > self.WARM_UP:
+            self._spent[due].append(spent)
+        plain = self.ENOUGH if self._interval > 1 else 0
+        enough = len(self._spent[True]) >= self.ENOUGH
+        if (enough and len(self._spent[False]) >= plain) or self._steps >= self.LAST:
+            self._tell()
+
+    def _tell(self) -> None:
+        self.close()
+        plain, due = self._spent[False], self._spent[True]
+        if not (plain or due):
+            return
+        from statistics import median  # slow to import, and few runs come here
+
+        passes = median(plain or due)
+        estimate = max(0.0, median(due) - passes) if plain and due else 0.0
+        # DDP's exchange is under the backward that was timed; ours comes on top.
+        own = self._gradients == "own"
+        step = passes + (self.choice.sgd if own else 0.0)
+        self.overhead = (self.choice.added + estimate / self._interval) / step
+        if self._main:
+            beside = "" if plain else ", beside statistics, estimated in every step"
+            say(
+                f"natgrad: forward and backward take {1e3 * passes:.3g} ms, statistics "
+                f"{1e3 * estimate:.3g} ms; predicted overhead over SGD of "
+                f"{self.choice.strategy}: {100 * self.overhead:+.1f}%{beside}"
+            )
+
+    def close(self) -> None:
+        """Stop timing."""
+        self._handle.remove()
+        self._began = None
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

@@ -1,0 +1,1 @@
+"""Running averages of statistics, refresh policies, and damped inverses."""

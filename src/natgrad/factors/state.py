@@ -1,0 +1,155 @@
+"""What is kept of each statistic between steps, and how it is saved."""
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.factors.refresh import Timing
+from natgrad.math.inverse import Inverse
+from natgrad.plan.spec import StatisticSpec
+
+VERSION = 2
+
+
+@dataclass(kw_only=True)
+class StatisticState:
+    """One statistic.
+
+    Attributes:
+        average: the running average, packed, on the owner; None before the first
+            estimate, and after an inversion if nothing will need it again.
+        mean_eigenvalue: of that average, known on every rank; for the pi-split.
+        inverse: what preconditions: ``(X^-1,)`` or ``(Q, v)``; on owner and workers.
+        history: the last damped inverse and the one before, packed, on the owner.
+        timing: when it is due, the same on every rank.
+        failures: inversions that failed in a row.
+        quarantined: estimates that were thrown away because they were not finite.
+    """
+
+    spec: StatisticSpec
+    average: Tensor | None = None
+    mean_eigenvalue: float = 0.0
+    estimated: bool = False
+    inverse: Inverse | None = None
+    history: list[Tensor] = field(default_factory=lambda: [])
+    timing: Timing = field(default_factory=Timing)
+    failures: int = 0
+    quarantined: int = 0
+
+    def bytes(self) -> int:
+        """Bytes of the tensors kept on this rank."""
+        tensors = [*(self.inverse or ()), *self.history]
+        if self.average is not None:
+            tensors.append(self.average)
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def save(
+    states: Iterable[StatisticState], step: int, damping_style: str
+) -> dict[str, Any]:
+    """Tensors and numbers only, keyed by statistic name: loadable without pickle."""
+    return {
+        "version": VERSION,
+        "step": step,
+        "damping_style": damping_style,
+        "statistics": {s.spec.name: _save_one(s) for s in states},
+    }
+
+
+def load(
+    states: MutableMapping[str, StatisticState],
+    saved: Mapping[str, Any],
+    like: Tensor,
+    damping_style: str,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """Put saved statistics into ``states``; returns the step. All or nothing.
+
+    Tensors go to the device of ``like`` and, given a ``dtype``, to that.
+    """
+    require("version", saved.get("version"), VERSION)
+    require("damping_style", saved.get("damping_style"), damping_style)
+    _require_match(states, saved["statistics"])
+    step = int(saved["step"])
+    entries = saved["statistics"].items()
+    loaded = {n: _load_one(states[n].spec, x, like.device, dtype) for n, x in entries}
+    states.update(loaded)
+    return step
+
+
+def _save_one(state: StatisticState) -> dict[str, Any]:
+    return {
+        "stack": state.spec.stack,
+        "size": state.spec.size,
+        "average": state.average,
+        "inverse": None if state.inverse is None else list(state.inverse),
+        "history": list(state.history),
+        "mean_eigenvalue": state.mean_eigenvalue,
+        "estimated": state.estimated,
+        "failures": state.failures,
+        "quarantined": state.quarantined,
+        "timing": asdict(state.timing),
+    }
+
+
+def _load_one(
+    spec: StatisticSpec,
+    entry: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> StatisticState:
+    def move(x: Tensor) -> Tensor:
+        return x.detach().to(device, dtype or x.dtype, copy=True)
+
+    average, inverse = entry["average"], entry["inverse"]
+    return StatisticState(
+        spec=spec,
+        average=None if average is None else move(average),
+        inverse=None if inverse is None else tuple(move(x) for x in inverse),
+        history=[move(x) for x in entry["history"]],
+        mean_eigenvalue=float(entry["mean_eigenvalue"]),
+        estimated=bool(entry["estimated"]),
+        failures=int(entry["failures"]),
+        quarantined=int(entry["quarantined"]),
+        timing=Timing(**entry["timing"]),
+    )
+
+
+def require(name: str, value: Any, legal: Any) -> None:
+    """Raise unless a saved value is the one that this optimizer has."""
+    if type(value) is not type(legal) or value != legal:
+        raise ValueError(
+            f"Invalid {name}={value!r} in the saved natgrad state. Must be {legal!r}."
+        )
+
+
+def require_part(part: Sequence[Any] | None, here: Sequence[Any]) -> None:
+    """Raise unless a saved state is whole, or the part of this rank under this plan."""
+    if part is not None and list(part) != list(here):
+        raise ValueError(
+            f"The saved natgrad state is the part of rank {part[0]} of {part[1]} "
+            f"under plan {part[2]}. Must be that of rank {here[0]} of {here[1]} "
+            f"under plan {here[2]}, or a whole one: call gather() on every rank "
+            "before state_dict()."
+        )
+
+
+def _require_match(
+    states: Mapping[str, StatisticState], statistics: Mapping[str, Any]
+) -> None:
+    for name in {**states, **statistics}:
+        if name not in states or name not in statistics:
+            where = "the saved state" if name in states else "this model"
+            raise ValueError(
+                f"Statistic {name!r} is missing in {where}: the model or the options "
+                "statistics=, norm= and skip= differ from those that saved it."
+            )
+        spec, entry = states[name].spec, statistics[name]
+        if (entry["stack"], entry["size"]) != (spec.stack, spec.size):
+            raise ValueError(
+                f"Statistic {name!r} was saved with size {entry['size']} (stack "
+                f"{entry['stack']}). Must be {spec.size} (stack {spec.stack})."
+            )

@@ -1,0 +1,1 @@
+"""Exact second moments of convolutions, by autocorrelation or by patches."""

@@ -1,0 +1,1 @@
+"""Predicts what a plan costs on a machine, and chooses the cheapest."""

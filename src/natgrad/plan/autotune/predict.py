@@ -1,0 +1,236 @@
+"""Modelled seconds of a plan's phases.
+
+The formulas are those of `profile`; a step is taken phase by phase, without overlap.
+``natgrad simulate`` adds the overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from natgrad.plan.autotune.profile import Collective, HardwareProfile
+from natgrad.plan.buckets import Bucket, bucket_limit, make_buckets
+from natgrad.plan.exchange import Exchange, Item
+from natgrad.plan.plan import Plan
+from natgrad.plan.spec import FLOAT_BYTES
+from natgrad.plan.split import SPLIT_EXCHANGES, loads_of
+
+Weights = Mapping[str, float]
+
+BUCKET_BYTES = 25 * 2**20
+"""The default of `CommOptions.bucket_bytes`."""
+AGREEMENTS = 2
+"""Small sums that all ranks wait for in every step: the verdict and the KL clip."""
+
+
+def exchange_seconds(
+    plan: Plan,
+    name: str,
+    profile: HardwareProfile,
+    *,
+    names: Iterable[str] | None = None,
+    weights: Weights | None = None,
+    element_bytes: int = FLOAT_BYTES,
+) -> float:
+    """Seconds of one exchange, or of its items ``names``, sent in one go.
+
+    ``weights`` scale items: the probability that a statistic is due. The exchanges of
+    splits are taken whole, with weights by statistic.
+    """
+    if name in SPLIT_EXCHANGES:
+        return _divided(plan, profile, weights, element_bytes)
+    exchange = plan.exchanges[name]
+    items = exchange.items if names is None else exchange.select(names)
+    sizes = [
+        (i, element_bytes * i.elements * (1.0 if weights is None else weights[i.name]))
+        for i in items
+    ]
+    sizes = [(item, size) for item, size in sizes if size > 0]
+    if plan.world == 1 or not sizes:
+        return 0.0
+    if is_measured(profile, plan.world):
+        return _measured(exchange, sizes, profile, element_bytes)
+    return (
+        _reduced(exchange, sizes, profile)
+        if exchange.reduces
+        else _shared(exchange, sizes, profile)
+    )
+
+
+def _reduced(
+    exchange: Exchange, sizes: Sequence[tuple[Item, float]], profile: HardwareProfile
+) -> float:
+    """Everything goes one way to its first destination, then to the others."""
+    world = exchange.world
+    seconds = profile.move(sum(size for _, size in sizes), world)
+    every = sum(s for i, s in sizes if len(i.destinations) == world)
+    if every:
+        seconds += profile.move(every, world)
+    some = [(i, s) for i, s in sizes if 1 < len(i.destinations) < world]
+    return seconds + _columns(some, world, profile)
+
+
+def _shared(
+    exchange: Exchange, sizes: Sequence[tuple[Item, float]], profile: HardwareProfile
+) -> float:
+    world = exchange.world
+    to_all = [(i, s) for i, s in sizes if len(i.destinations) == world]
+    seconds = _columns(
+        [(i, s) for i, s in sizes if len(i.destinations) < world], world, profile
+    )
+    rows: dict[int, float] = {}
+    for item, size in to_all:
+        ranks = -(-world // len(item.sources))
+        rows[ranks] = rows.get(ranks, 0.0) + size
+    return seconds + sum(profile.move(size, ranks) for ranks, size in rows.items())
+
+
+def _columns(
+    sizes: Sequence[tuple[Item, float]], world: int, profile: HardwareProfile
+) -> float:
+    """Columns of the grid work side by side: the fullest one counts."""
+    columns: dict[tuple[int, ...], float] = {}
+    for item, size in sizes:
+        columns[item.destinations] = columns.get(item.destinations, 0.0) + size
+    if not columns:
+        return 0.0
+    ranks, size = max(columns.items(), key=lambda entry: entry[1])
+    return profile.move_strided(size, len(ranks), -(-world // len(ranks)))
+
+
+def _divided(
+    plan: Plan, profile: HardwareProfile, weights: Weights | None, element_bytes: int
+) -> float:
+    """Splits run side by side; a rank that is in several takes them in turn."""
+    busy: dict[int, float] = {}
+    for split in plan.splits:
+        weight = 1.0 if weights is None else weights[split.name]
+        seconds = split.exchange_seconds(profile, weight * element_bytes)
+        for rank in split.ranks if weight else ():
+            busy[rank] = busy.get(rank, 0.0) + seconds
+    return max(busy.values(), default=0.0)
+
+
+def is_measured(profile: HardwareProfile, world: int) -> bool:
+    """Whether exchanges between all ranks of this world were measured."""
+    return profile.collective("reduce", world) is not None
+
+
+def _measured(
+    exchange: Exchange,
+    sizes: Sequence[tuple[Item, float]],
+    profile: HardwareProfile,
+    element_bytes: int,
+) -> float:
+    """The buckets that the library sends, each for what was measured.
+
+    Groups of some of the ranks work side by side: the rank with the most to do counts.
+    """
+    names = [item.name for item, _ in sizes]
+    limit = bucket_limit(exchange, names, BUCKET_BYTES // element_bytes)
+    first, second = make_buckets(exchange, names, limit)
+    size = {item.name: size for item, size in sizes}
+    busy = [0.0] * exchange.world
+    for bucket in first + second:
+        if len(bucket.ranks) > 1:
+            seconds = _bucket_seconds(bucket, size, profile, exchange.world)
+            for rank in bucket.ranks:
+                busy[rank] += seconds
+    kinds = {bucket.kind for bucket in first}
+    begin = [nearest(profile, kind, exchange.world).begin for kind in kinds]
+    return max(begin, default=0.0) + max(busy)
+
+
+def _bucket_seconds(
+    bucket: Bucket, size: Weights, profile: HardwareProfile, world: int
+) -> float:
+    ranks, items = len(bucket.ranks), len(bucket.parcels)
+    calls = 1 if bucket.kind == "all_reduce" else len(bucket.segments)
+    moved = sum(size[parcel.name] for parcel in bucket.parcels)
+    # Other groups use the same cores meanwhile.
+    crowd = profile.slowdown(world) / profile.slowdown(ranks)
+    return crowd * nearest(profile, bucket.kind, ranks)(calls, items, moved)
+
+
+def nearest(profile: HardwareProfile, kind: str, ranks: int) -> Collective:
+    """What was measured of this kind between the nearest number of ranks."""
+    found = [c for c in profile.collectives if c.kind == kind]
+    if not found:
+        return Collective(kind=kind, ranks=ranks)
+    return min(found, key=lambda c: (abs(c.ranks - ranks), c.ranks))
+
+
+def agree_seconds(profile: HardwareProfile, world: int) -> float:
+    """Seconds of one small sum that all ranks wait for; 0 if it was not measured."""
+    return nearest(profile, "agree", world).begin if world > 1 else 0.0
+
+
+def loads(plan: Plan) -> tuple[list[float], list[float]]:
+    """Seconds of each rank's inversions, and of its preconditioning, alone."""
+    apply = [0.0] * plan.world
+    everyone = 0.0
+    for block in plan.blocks:
+        ranks, seconds = plan.workers[block.name], plan.cost.precondition(block)
+        if len(ranks) == plan.world:
+            everyone += seconds
+            continue
+        for rank in ranks:
+            apply[rank] += seconds
+    return loads_of(plan), [everyone + seconds for seconds in apply]
+
+
+def added_seconds(
+    plan: Plan,
+    profile: HardwareProfile,
+    statistics: float,
+    inverses: float,
+    *,
+    half: Collection[str] = (),
+) -> dict[str, float]:
+    """Mean seconds a step that a plan adds to forward and backward, by phase.
+
+    Statistics are reduced every ``statistics`` steps, inverted every ``inverses``.
+    Estimating them is not in it. ``half`` names exchanges in half precision.
+    """
+    invert, precondition = (max(profile.finish(each)) for each in loads(plan))
+    own = profile.slowdown(plan.world) * profile.block * len(plan.blocks)
+    agree = agree_seconds(profile, plan.world)
+
+    def moved(name: str) -> float:
+        size = FLOAT_BYTES // 2 if name in half else FLOAT_BYTES
+        return exchange_seconds(plan, name, profile, element_bytes=size)
+
+    shared = _share_often(plan, profile, statistics, inverses, half)
+    divided = {x: moved(x) / inverses for x in SPLIT_EXCHANGES if plan.splits}
+    return divided | {
+        "reduce_statistics": moved("reduce_statistics") / statistics,
+        "invert": (invert + agree) / inverses,
+        "share_inverses": shared,
+        "precondition": precondition,
+        "reduce_gradients": moved("reduce_gradients"),
+        "share_updates": moved("share_updates"),
+        "overhead": own + AGREEMENTS * agree,
+    }
+
+
+def _share_often(
+    plan: Plan,
+    profile: HardwareProfile,
+    statistics: float,
+    inverses: float,
+    half: Collection[str],
+) -> float:
+    """Mean seconds a step of sharing inverses. An S goes with every estimate."""
+    name = "share_inverses"
+    size = FLOAT_BYTES // 2 if name in half else FLOAT_BYTES
+    names = [item.name for item in plan.exchanges[name].items]
+    moments = [s.name for s in plan.statistics if s.kind == "S"]
+    if not moments:
+        return exchange_seconds(plan, name, profile, element_bytes=size) / inverses
+    often = [n for n in names if n in set(moments)]
+    rest = [n for n in names if n not in set(moments)]
+    parts = ((often, statistics), (rest, inverses))
+    return sum(
+        exchange_seconds(plan, name, profile, names=x, element_bytes=size) / interval
+        for x, interval in parts
+    )

@@ -1,0 +1,1 @@
+"""How directions become updates: averages, rules and lengths."""

@@ -1,0 +1,111 @@
+"""The table of parameters: each exactly once, with its block or a reason."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.support.toys import backward, mlp
+from torch import Tensor, nn
+
+import natgrad
+
+
+class Zoo(nn.Module):
+    """One of everything that the report has something to say about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 6)
+        self.conv = nn.Conv1d(6, 6, 3, groups=2)
+        self.norm = nn.GroupNorm(2, 6)
+        self.slope = nn.PReLU()
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.partly = nn.Linear(6, 6)
+        self.partly.weight.requires_grad_(False)
+        self.skipped = nn.Linear(6, 6)
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.out = nn.Linear(6, 7, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def table(kfac: natgrad.KFAC | natgrad.SPNGD) -> dict[str, list[str]]:
+    """Cells by parameter name; the header and the summary left out."""
+    _, rule, *rows, _ = kfac.report().splitlines()
+    assert set(rule) == {"-"}
+    cells = [re.split(r"  +", row) for row in rows]
+    assert len({name for name, *_ in cells}) == len(cells)
+    return {name: rest for name, *rest in cells}
+
+
+def test_every_parameter_is_listed_once() -> None:
+    model = Zoo()
+    rows = table(natgrad.KFAC(model, lr=1.0, norm="unit", skip=["skipped"]))
+    assert list(rows) == [name for name, _ in model.named_parameters()]
+    assert all(cells[0] != "-" or cells[-1] != "-" for cells in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("words.weight", ["embedding", "A 7, G 6", "statistics leave out .* as out"]),
+        ("conv.weight", ["conv", "A 2x10, G 2x3"]),
+        ("conv.bias", ["conv", "A 2x10, G 2x3"]),
+        ("norm.weight", ["group_norm", "unit 6x2"]),
+        ("slope.weight", ["-", "PReLU is not a known layer"]),
+        ("frozen.weight", ["-", "frozen"]),
+        ("partly.weight", ["-", "frozen"]),
+        ("partly.bias", ["-", "not a trainable weight"]),
+        ("skipped.weight", ["-", "named in skip"]),
+        ("skipped.bias", ["-", "named in skip"]),
+        ("attention.in_proj_weight", ["-", "MultiheadAttention is not a known"]),
+        ("attention.out_proj.weight", ["-", "MultiheadAttention does not call it"]),
+        ("scale", ["-", "Zoo is not a known layer"]),
+    ],
+)
+def test_kind_or_reason(name: str, expected: list[str]) -> None:
+    kfac = natgrad.KFAC(Zoo(), lr=1.0, norm="unit", skip=["skipped"])
+    row = "  ".join(table(kfac)[name])
+    for part in expected:
+        assert re.search(part, row), row
+
+
+def test_norms_are_reported_when_skipped() -> None:
+    rows = table(natgrad.KFAC(mlp(), lr=1.0, norm="skip"))
+    assert rows["1.weight"] == ["-", "norm='skip'"]
+
+
+@pytest.mark.parametrize("style", ["eigen", "factored"])
+def test_bytes_and_the_summary(style: str) -> None:
+    model = mlp(torch.float64)
+    options: dict[str, Any] = {"damping_style": style, "norm": "skip"}
+    kfac = natgrad.KFAC(model, lr=1.0, decay=0.5, **options)
+    rows = table(kfac)
+    # packed triangles of A (6) and G (4), in float64
+    assert rows["0.weight"] == ["linear", "A 6, G 4", f"{8 * (21 + 10)} B"]
+    assert rows["0.bias"] == ["linear", "A 6, G 4"]
+    parameters = 6 * 4 + 5 * 3
+    summary = kfac.report().splitlines()[-1]
+    assert summary.startswith(
+        f"2 blocks, {parameters} of {parameters + 8} parameters preconditioned"
+    )
+    assert f"{8 * (21 + 10 + 15 + 6)} B of statistics" in summary
+    backward(model, 0)
+    kfac.step()
+    kept = [kfac.statistic(name) for name in kfac.refreshes()["statistics"]]
+    triangles = [x.shape[-1] * (x.shape[-1] + 1) // 2 for x in kept]
+    assert 8 * sum(triangles) == 8 * (21 + 10 + 15 + 6)
+
+
+def test_print_shows_the_report() -> None:
+    for shown in (natgrad.KFAC(mlp(), lr=1.0), natgrad.SPNGD(mlp(), lr=1.0)):
+        assert str(shown) == shown.report()
+
+
+def test_large_sizes_have_units() -> None:
+    model = nn.Linear(1023, 1, bias=False)
+    assert "2.0 MiB" in natgrad.KFAC(model, lr=1.0).report()

@@ -1,0 +1,162 @@
+"""Conventions of the tree that nothing else would notice when they break."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import natgrad
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "src" / "natgrad"
+FILES = sorted(LIBRARY.rglob("*.py"))
+LONGEST = 400
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of everything that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def uses_distributed(path: Path) -> bool:
+    named = any(name.startswith("torch.distributed") for name in imports(path))
+    tree = ast.walk(ast.parse(path.read_text()))
+    dotted = (ast.unparse(x) for x in tree if isinstance(x, ast.Attribute))
+    return named or "torch.distributed" in dotted
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(LIBRARY))
+
+
+def test_only_one_room_imports_torch_distributed() -> None:
+    rooms = {relative(p).partition("/")[0] for p in FILES if uses_distributed(p)}
+    assert rooms == {"distributed"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_the_library_imports_torch_and_the_standard_library(path: Path) -> None:
+    allowed = {"natgrad", "torch", *sys.stdlib_module_names}
+    assert {name.partition(".")[0] for name in imports(path)} <= allowed
+
+
+@pytest.mark.parametrize("path", sorted((LIBRARY / "math").rglob("*.py")), ids=relative)
+def test_maths_knows_nothing_of_the_rest(path: Path) -> None:
+    own = [name for name in imports(path) if name.startswith("natgrad")]
+    assert all(name.startswith("natgrad.math") for name in own)
+    assert not any(name.startswith("torch.nn.Module") for name in imports(path))
+
+
+def test_importing_the_library_imports_no_extras() -> None:
+    code = "import sys, natgrad; print(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    loaded = {*done.stdout.split()}
+    packages = {name.partition(".")[0] for name in loaded}
+    extras = {"natgrad_lab", "matplotlib", "sklearn", "scipy", "PIL", "rich", "tyro"}
+    assert "natgrad" in packages
+    assert not packages & extras
+    # nor what few runs need and takes its time to import
+    seldom = {
+        f"natgrad.plan.autotune.{name}" for name in ("choice", "predict", "profile")
+    }
+    assert not loaded & (seldom | {"statistics"})
+
+
+def test_what_is_loaded_later_is_there_all_the_same() -> None:
+    for name in natgrad.plan.__all__:
+        assert getattr(natgrad.plan, name) is not None
+        assert name in dir(natgrad.plan)
+    with pytest.raises(AttributeError, match=r"natgrad\.plan.*no attribute 'gone'"):
+        _ = natgrad.plan.gone  # pyright: ignore
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_files_stay_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= LONGEST
+
+
+def modules() -> Iterator[ModuleType]:
+    yield natgrad
+    for found in pkgutil.walk_packages(natgrad.__path__, "natgrad."):
+        yield importlib.import_module(found.name)
+
+
+def public(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Classes and functions defined in a module, and the classes' own methods."""
+    for name, value in vars(module).items():
+        if name.startswith("_") or getattr(value, "__module__", "") != module.__name__:
+            continue
+        if inspect.isclass(value) or inspect.isfunction(value):
+            yield f"{module.__name__}.{name}", value
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert [m.__name__ for m in modules() if not m.__doc__] == []
+
+
+def test_every_public_name_is_documented() -> None:
+    names = [pair for module in modules() for pair in public(module)]
+    assert len(names) > 50
+    assert [name for name, value in names if not value.__doc__] == []
+
+
+@pytest.mark.parametrize("name", natgrad.__all__)
+def test_what_users_see_is_documented(name: str) -> None:
+    value = getattr(natgrad, name)
+    assert inspect.getdoc(value)
+    if not inspect.isclass(value):
+        return
+    for method, function in inspect.getmembers(value, inspect.isfunction):
+        if not method.startswith("_") and function.__module__.startswith("natgrad"):
+            assert inspect.getdoc(function), f"{name}.{method}"
+
+
+def options(cls: type) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(cls).parameters)
+
+
+def test_kfac_and_spngd_share_their_options() -> None:
+    kfac, spngd = options(natgrad.KFAC), options(natgrad.SPNGD)
+    assert kfac.keys() - spngd.keys() == {"optimizer"}
+    own = {"momentum", "weight_decay", "rescale_weights", "param_groups"}
+    own |= {"nesterov", "average"}
+    assert spngd.keys() - kfac.keys() == own
+    for name in (kfac.keys() & spngd.keys()) - {"model", "lr"}:
+        assert kfac[name].annotation == spngd[name].annotation
+        assert kfac[name].kind == spngd[name].kind == inspect.Parameter.KEYWORD_ONLY
+
+
+def test_polar_has_few_options_and_all_of_them_are_those_of_spngd() -> None:
+    polar, spngd = options(natgrad.Polar), options(natgrad.SPNGD)
+    assert len(polar) < len(spngd) - 10
+    for name, option in polar.items():
+        assert option.annotation == spngd[name].annotation
+
+
+@pytest.mark.parametrize("cls", [natgrad.KFAC, natgrad.SPNGD, natgrad.Polar])
+def test_every_option_is_documented(cls: type) -> None:
+    text = inspect.getdoc(cls) or ""
+    _, _, arguments = text.partition("Args:")
+    missing = [name for name in options(cls) if name not in arguments]
+    assert missing == []
+
+
+def test_every_option_of_a_schedule_is_documented() -> None:
+    for value in (natgrad.CommOptions, natgrad.Scheduled):
+        text = inspect.getdoc(value) or ""
+        assert [name for name in options(value) if name not in text] == []
