@@ -90,7 +90,7 @@ def verdict(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     before, now = Counter(old["state"]), Counter(new["state"])
     if before != now:
         lost, found = (before - now).total(), (now - before).total()
-        differ.append(f"state ({lost} of {before.total()} tensors, now {found} others)")
+        differ.append(f"state ({lost} of {before.total()} tensors are {found} others)")
     if old["refreshes"] != new["refreshes"]:
         differ.append("refreshes")
     return f"differs: {', '.join(differ)}" if differ else "equal"
@@ -113,20 +113,29 @@ def compare(old: Outcomes, new: Outcomes) -> dict[str, dict[str, str]]:
 
 
 def written(table: Mapping[str, Mapping[str, str]]) -> str:
-    """A row for each case, a column for each number of ranks, and the count."""
+    """A row for each case, a column for each number of ranks; then what is not equal."""
     worlds = sorted({world for row in table.values() for world in row}, key=int)
-    heads = [f"{world} rank{'s' if world != '1' else ''}" for world in worlds]
-    rows = [[name, *(row.get(w, "-") for w in worlds)] for name, row in table.items()]
-    short = [["case", *heads], *([cell[:60] for cell in row] for row in rows)]
-    widths = [max(len(row[i]) for row in short) for i in range(len(short[0]))]
+    heads = {w: f"{w} rank{'' if w == '1' else 's'}" for w in worlds}
+    rows = [["case", *heads.values()]]
+    details: list[str] = []
+    for name, row in table.items():
+        found = {w: row.get(w, "-") for w in worlds}
+        rows.append(
+            [name, *(x if x in ("equal", "-") else "NOT" for x in found.values())]
+        )
+        details += [
+            f"{name}, {heads[w]}: {text}"
+            for w, text in found.items()
+            if text not in ("equal", "-")
+        ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in short
+        for row in rows
     ]
-    cells = [text for row in table.values() for text in row.values()]
-    equal = cells.count("equal")
-    count = f"{len(table)} cases, {len(cells)} comparisons: {equal} equal"
-    return "\n".join([*lines, "", f"{count}, {len(cells) - equal} not."])
+    count = sum(len(row) for row in table.values())
+    total = f"{len(table)} cases, {count} comparisons: {count - len(details)} equal"
+    return "\n".join([*lines, "", *details, f"{total}, {len(details)} not."])
 
 
 def chosen(only: str) -> dict[str, Case]:

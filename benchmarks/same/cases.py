@@ -202,8 +202,10 @@ LAYERS = {
         for form in ("unit", "diag", "full")
     },
     **{
-        f"norm {form}, SPNGD": Case(optimizer="spngd", options=spngd(norm=form))
-        for form in ("unit", "diag", "full")
+        f"norm {form}, SPNGD": Case(
+            worlds=ONE, optimizer="spngd", options=spngd(norm=form)
+        )
+        for form in ("diag", "full")
     },
     "norm with a damping of its own": Case(
         worlds=ONE, options=kfac(norm="diag", norm_damping_ratio=3.0)
@@ -308,8 +310,10 @@ def _spread() -> dict[str, Case]:
     }
     wrapped = [("KFAC eigen", "factor_wise"), ("SPNGD", "spngd"), ("Polar", "spngd")]
     wrapped += [("KFAC eigen", "layer_wise"), ("KFAC eigen", "spngd")]
-    wrapped += [(name, "hybrid(0.67)") for name in ("KFAC eigen", "SPNGD", "Polar")]
-    own = [(name, s) for name, (kind, _) in made.items() for s in MORE[kind]]
+    whole = ("KFAC eigen", "SPNGD", "Polar")
+    wrapped += [(name, "hybrid(0.67)") for name in whole]
+    own = [(name, s) for name in whole for s in MORE[made[name][0]]]
+    own += [("EKFAC", "spngd"), *((name, "hybrid(0.67)") for name in made)]
     return {
         f"{name}, {strategy}{', DDP' if ddp else ''}": Case(
             optimizer=made[name][0],

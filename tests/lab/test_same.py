@@ -33,7 +33,7 @@ def outcome(**parts: Any) -> dict[str, Any]:
         ({}, "equal"),
         ({"state": ["b", "a", "b"]}, "equal"),
         ({"weights": "x"}, "differs: weights"),
-        ({"state": ["a", "a", "b"]}, "differs: state (1 of 3 tensors, now 1 others)"),
+        ({"state": ["a", "a", "b"]}, "differs: state (1 of 3 tensors are 1 others)"),
         ({"refreshes": {"0/A": [1, 0, 1]}}, "differs: refreshes"),
         ({"error": "ValueError: no"}, "fails now: ValueError: no"),
     ],
@@ -49,7 +49,7 @@ def test_one_rank_that_differs_is_named() -> None:
     table = compare(old, new)
     assert table == {"case": {"3": "rank 2 differs: weights"}}
     text = written(table)
-    assert "rank 2 differs: weights" in text
+    assert "case, 3 ranks: rank 2 differs: weights" in text
     assert "1 cases, 1 comparisons: 0 equal, 1 not." in text
 
 
