@@ -113,7 +113,7 @@ def compare(old: Outcomes, new: Outcomes) -> dict[str, dict[str, str]]:
 
 
 def written(table: Mapping[str, Mapping[str, str]]) -> str:
-    """A row for each case, a column for each number of ranks; then what is not equal."""
+    """A row for each case, a column for each number of ranks; then what differs."""
     worlds = sorted({world for row in table.values() for world in row}, key=int)
     heads = {w: f"{w} rank{'' if w == '1' else 's'}" for w in worlds}
     rows = [["case", *heads.values()]]
