@@ -353,12 +353,13 @@ def test_all_layers_have_the_tokens_of_the_loss(tied: bool, returns: str) -> Non
         return F.cross_entropy(found.flatten(0, 1), target.flatten())
 
     # N times the sum of g g^T over positions, with N the tokens of the loss
-    seen: dict[nn.Module, Tensor] = {}
+    seen: dict[Any, Tensor] = {}
+
+    def keep(module: nn.Module, _: Any, output: Tensor) -> None:
+        seen[module] = output
+
     modules = {"encoder": model.encoder, "decoder": model.decoder}
-    handles = [
-        module.register_forward_hook(lambda m, _, out: seen.update({m: out}))
-        for module in modules.values()
-    ]
+    handles = [module.register_forward_hook(keep) for module in modules.values()]
     value = loss()
     grads = torch.autograd.grad(value, [seen[m] for m in modules.values()])
     for handle in handles:
