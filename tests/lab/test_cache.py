@@ -5,6 +5,7 @@ import re
 import shutil
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,7 +151,7 @@ def test_another_form_is_refused(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"side": 4}, {"quality": 5}, {"shard": 0}])
-def test_a_wrong_form_is_refused(wrong: dict[str, int]) -> None:
+def test_a_wrong_form_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(data.DataError, match=f"Invalid {next(iter(wrong))}="):
         Form(**wrong)
 

@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -335,9 +336,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_device_makes_the_batches_that_the_host_makes(root: Path) -> None:
     """Two ranks, each on its own share; erasing and all."""
     loaded = data.load("imagenet", root, size=64)
-    settings = {"batch_size": 6, "test_batch_size": 4, "erasing": 0.5, "prefetch": 0}
+    settings: dict[str, Any] = {"batch_size": 6, "test_batch_size": 4}
+    settings |= {"erasing": 0.5, "prefetch": 0}
     for rank in range(2):
-        place = {"rank": rank, "world": 2}
+        place: dict[str, Any] = {"rank": rank, "world": 2}
         host = data.loaders(loaded, **settings, **place)
         device = data.loaders(
             loaded, **settings, **place, device=torch.device("cpu"), channels_last=True

@@ -129,7 +129,7 @@ def _shrunk(start: int, length: int, ratio: float) -> slice:
 def _resized(pixels: Pixels, tall: int, wide: int) -> Pixels:
     if pixels.shape[:2] == (tall, wide):
         return pixels
-    rows = torch.from_numpy(np.require(pixels, requirements="CW"))
+    rows = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
     out = torch.empty(1, tall, wide, 3, dtype=torch.uint8)
     # F.interpolate(antialias=True), but into rows of pixels instead of planes
     resize: Any = torch.ops.aten._upsample_bilinear2d_aa.out
