@@ -206,7 +206,8 @@ class KFAC(Inspectable):
         the optimizer skips the step, and the statistics stay as they were.
         """
         engine = self.engine
-        groups = self.optimizer.param_groups if self.optimizer else [{"lr": 1.0}]
+        host = self.optimizer
+        groups: list[dict[str, Any]] = host.param_groups if host else [{"lr": 1.0}]
         if only_initialises(engine, groups):
             return
         with engine.attempt():
@@ -218,6 +219,8 @@ class KFAC(Inspectable):
             verdict = engine.agree(captured)
             if not verdict.finite:
                 engine.skip_step()
+                for p in (p for group in groups for p in group.get("params", ())):
+                    p.grad = None  # also of parameters that are not the model's
                 return
             engine.refresh(sums, verdict)
             gradients = verdict.among(gradients)

@@ -19,7 +19,7 @@ from natgrad.engine.overflow import Overflow
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Adaptive, Refresh
 from natgrad.layers import Block
-from natgrad.layers.registration import require_known
+from natgrad.layers.registration import require_inside, require_known
 from natgrad.math import foreach
 from natgrad.math.statistics import widen
 from natgrad.options import (
@@ -174,9 +174,16 @@ class SPNGD(Inspectable, Optimizer):
         self._overflow = Overflow(self, self.engine, grad_scaler)
         with self.engine.closing_on_error():
             self._group_of()  # raises if a block is in no group
+            require_inside(self.engine.model, self.param_groups)
         check = partial(require_momentum, self, self.engine, average == "gradient")
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters."""
+        Optimizer.add_param_group(self, param_group)
+        if hasattr(self, "engine"):
+            require_inside(self.engine.model, self.param_groups[-1:])
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -255,7 +255,7 @@ class Engine:
                 stacklevel=4,
             )
         for block in self.blocks:
-            for p in block.parameters:
+            for p in block.parameters if not block.is_foreign else ():
                 p.grad = None
         self.begin()
 
@@ -378,7 +378,7 @@ class Engine:
         try:
             with self.meter("step"), exact:
                 for block in self.blocks:
-                    block.require_bias()
+                    block.require_same()
                 yield
         except CommError:
             raise

@@ -65,6 +65,20 @@ class Block:
         """Whether the block takes part in this step."""
         return self.is_trained and self.parameters[0].grad is not None
 
+    def require_same(self) -> None:
+        """Raise if the layer has other parameters since."""
+        if self.kind is None:
+            return
+        found = dict(self.modules[0].named_parameters(recurse=False))
+        if found.get(self.kind.weight_name) is not self.parameters[0]:
+            raise RuntimeError(
+                f"The {self.kind.weight_name} of {self.name} is another tensor than "
+                "when the optimizer was made: fully_shard, a parametrization or an "
+                "assignment has replaced it. Must be done first: make the optimizer "
+                "after it."
+            )
+        self.require_bias()
+
     def require_bias(self) -> None:
         """Raise if the bias was frozen or unfrozen since, and the weight trains."""
         if self.kind is None or not self.is_trained:
