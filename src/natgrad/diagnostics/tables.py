@@ -63,7 +63,7 @@ def _is_unseen(engine: "Engine", block: Block) -> bool:
     """Whether steps have gone by, but none that estimated the block's statistics."""
     states = engine.statistics.states
     specs = block.spec.statistics
-    return engine.step > 0 and not any(states[s.name].estimated for s in specs)
+    return engine.step > 0 and not any(states[s.name].timing.refreshed for s in specs)
 
 
 def _size(blocks: list[Block], among: set[int]) -> int:

@@ -160,6 +160,7 @@ def find_blocks(
             found[id(weight)] = _block(name, module, kind, options)
         else:
             _tie(found[id(weight)], name, module, kind)
+    _note_other_uses(model, found)
     blocks = _with_plain(model, found, reasons)
     for block in blocks:
         block.is_foreign = not _has(trained, block.parameters[0])
@@ -236,7 +237,20 @@ def _tie(block: Block, name: str, module: nn.Module, kind: LayerKind) -> None:
         block.modules.append(module)
         block.note = f"shared with {name}"
     else:
-        block.note = f"statistics leave out its use as {name}"
+        block.note = _left_out(name)
+
+
+def _note_other_uses(model: nn.Module, found: dict[int, Block]) -> None:
+    """Say which modules without a block have the weight of one."""
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            block = found.get(id(p))
+            if block is not None and module not in block.modules and not block.note:
+                block.note = _left_out(name)
+
+
+def _left_out(name: str) -> str:
+    return f"statistics leave out its use as {name}"
 
 
 def _with_plain(
