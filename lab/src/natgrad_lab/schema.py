@@ -90,8 +90,9 @@ def _each(calls: Iterable[tuple[Any, ...]], problems: Sequence[str] = ()) -> lis
 
 
 def _dataclass(kind: Any, value: Any, where: str) -> Any:
-    shorthand = isinstance(value, list) and hasattr(kind, "LIST")
-    given: Table = {kind.LIST: value} if shorthand else value
+    given: Any = value
+    if isinstance(value, list) and hasattr(kind, "LIST"):
+        given = {kind.LIST: value}
     _expect(isinstance(given, dict), where, value, "a table")
     hints = typing.get_type_hints(kind)
     problems = _unknown(given, hints, where) + _missing(kind, given, where)
