@@ -168,6 +168,12 @@ class SPNGD(Inspectable, Optimizer):
             comm=comm or CommOptions(),
             group=group,
             grad_scaler=grad_scaler,
+            optimizer=self,
+            rule={
+                "average": average,
+                "nesterov": nesterov,
+                "rescale_weights": rescale_weights,
+            },
         )
         with self.engine.closing_on_error():
             self._group_of()  # raises if a block is in no group
