@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.support.facts import starts_processes
 
 _context = get_context("forkserver")
 # A natgrad optimizer imports torch._dynamo, which takes each process seconds.
@@ -33,6 +34,7 @@ class RankError(RuntimeError):
         self.rank = rank
 
 
+@starts_processes
 def run_world(
     world: int,
     function: Callable[..., Any],

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.capture.recorder import Captured
 from natgrad.distributed.communicator import Communicator
 from natgrad.layers import Block
 from natgrad.math import foreach
@@ -68,18 +69,19 @@ def reach_verdict(
     norm: Tensor,
     blocks: dict[str, bool],
     traces: dict[str, Tensor],
-    counts: Sequence[float],
-    seen: Sequence[bool],
-    forwards: int,
+    captured: Captured,
     digests: Sequence[int] = (),
     facts: Tensor | None = None,
 ) -> Verdict:
     """Sum what each rank knows; ``norm`` is finite just when all its gradients are.
 
-    ``blocks`` says which have a gradient here; ``counts`` and ``seen`` go with
-    ``traces``; ``forwards`` are the micro-batches that were captured here; ``digests``
-    are compared, ``facts`` (float64) only summed.
+    ``blocks`` says which have a gradient here, ``captured`` what else is known of the
+    statistics that have ``traces``; ``digests`` are compared, ``facts`` (float64) only
+    summed.
     """
+    counts = [captured.count(name) for name in traces]
+    seen = [name in captured.calls for name in traces]
+    forwards = captured.forwards
     pairs = [number for d in digests for number in (d, d * d)]
     known = [*pairs, *blocks.values(), *counts, *seen, forwards, forwards > 0]
     host = norm.new_tensor(known, dtype=torch.float64)
@@ -112,8 +114,16 @@ def _are_equal(pairs: Sequence[float], world: int) -> Iterator[bool]:
         yield world * int(squares) == int(total) ** 2
 
 
-def gradient_norm(blocks: Sequence[Block], means: list[Tensor], like: Tensor) -> Tensor:
-    """Finite just when every gradient on this rank is, and every mean over ranks."""
+def gradient_norm(
+    blocks: Sequence[Block],
+    means: list[Tensor],
+    like: Tensor,
+    overflow: Tensor | None = None,
+) -> Tensor:
+    """Finite just when every gradient on this rank is, and every mean over ranks.
+
+    Infinite where ``overflow`` > 0: what a scaler found; see Note [Agreed overflow].
+    """
     params = [p for b in blocks for p in b.parameters]
     grads = [
         p.grad.coalesce().values() if p.grad.is_sparse else p.grad
@@ -123,4 +133,7 @@ def gradient_norm(blocks: Sequence[Block], means: list[Tensor], like: Tensor) ->
     grads += means
     if not grads:
         return like.new_zeros(())
-    return torch.stack([x.to(like.dtype) for x in foreach.norms(grads)]).sum()
+    norm = torch.stack([x.to(like.dtype) for x in foreach.norms(grads)]).sum()
+    if overflow is None:
+        return norm
+    return norm.masked_fill(overflow.to(norm.device) > 0, math.inf)

@@ -47,6 +47,7 @@ class Engine:
 
     ``trained`` are the ids of the parameters to precondition, if not all. ``optimizer``
     has the parameter groups, ``rule`` what else decides its updates.
+    ``agrees_on_overflow``: see Note [Agreed overflow].
     A step is `reduce_statistics`, `reduce_gradients`, `agree`, `refresh`,
     `precondition`, `share`, `end`; or `skip_step` after `agree`.
     """
@@ -65,6 +66,7 @@ class Engine:
         trained: frozenset[int] | None = None,
         optimizer: Optimizer | None = None,
         rule: Mapping[str, Any] | None = None,
+        agrees_on_overflow: bool = False,
     ) -> None:
         self.config = config
         self.skipped_steps = 0
@@ -93,7 +95,8 @@ class Engine:
         )
         self.auto = self._planning.auto
         self.own_gradients = not ddp and world_of(group) > 1
-        if self.own_gradients and grad_scaler is not None:
+        self._scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        if self.own_gradients and self._scaled and not agrees_on_overflow:
             raise ValueError(
                 "A GradScaler skips steps on one rank alone unless gradients are "
                 "averaged before it looks: wrap the model in DistributedDataParallel."
@@ -133,7 +136,8 @@ class Engine:
 
     def _open_outbox(self) -> Outbox:
         blocks = self.blocks if self.own_gradients else None
-        return Outbox(self.comm, self.like, blocks)
+        # a scaler writes to gradients after the backward: what left early would be void
+        return Outbox(self.comm, self.like, blocks, early=not self._scaled)
 
     @property
     def step(self) -> int:
@@ -161,7 +165,8 @@ class Engine:
         """Packed sums over all ranks of the due statistics that this rank owns."""
         if self.auto is not None:
             self.auto.stop(due=bool(self.capture.due))
-        return (captured := self.capture.take()), self._outbox.sums.finish(captured)
+        captured = self.capture.take()
+        return captured, self._outbox.sums.finish(captured)
 
     @metered("gradients")
     def reduce_gradients(self) -> dict[str, Tensor]:
@@ -179,23 +184,20 @@ class Engine:
             for name, flat in means.items()
         }
 
-    def agree(self, captured: Captured) -> Verdict:
+    def agree(self, captured: Captured, overflow: Tensor | None = None) -> Verdict:
         """What all ranks know alike. See Note [One decision on all ranks]."""
-        traces, account = self._outbox.sums.traces, self.statistics.account
         held = {b.name: b.has_gradient for b in self.blocks}
         verdict = reach_verdict(
             self.comm,
-            norm=gradient_norm(self.blocks, self._reduced, self.like),
+            norm=gradient_norm(self.blocks, self._reduced, self.like, overflow),
             blocks=held,
-            traces=traces,
-            counts=[captured.count(name) for name in traces],
-            seen=[name in captured.calls for name in traces],
-            forwards=captured.forwards,
+            traces=self._outbox.sums.traces,
+            captured=captured,
             digests=self._replicas.digests(self.step, self.comm),
-            facts=None if account is None else account.facts(self.like),
+            facts=self.statistics.facts(),
         )
-        same = None if self.own_gradients else held
-        self._replicas.require(self.step, verdict, same, self.comm)
+        ddp = not self.own_gradients
+        self._replicas.require(self.step, verdict, held if ddp else None, self.comm)
         return verdict
 
     @metered("refresh")
@@ -229,12 +231,10 @@ class Engine:
         if self.comm.world == 1:
             return {}
         names = [b.name for b in self.blocks if b.name in present]
-        flight = self.comm.begin(
-            "share_updates", names, self.like.dtype, self.like.device
-        )
-        for name in names:
-            if name in values:
-                flight.put(name, values[name].flatten())
+        like = self.like
+        flight = self.comm.begin("share_updates", names, like.dtype, like.device)
+        for name in (n for n in names if n in values):
+            flight.put(name, values[name].flatten())
         return {
             name: flat.reshape(shape_of(self.block[name]))
             for name, flat in flight.finish().items()
@@ -254,11 +254,11 @@ class Engine:
             self._replan()
         self.begin()
 
-    def skip_step(self) -> None:
+    def skip_step(self, *, overflow: bool = False) -> None:
         """Leave everything as it was: a gradient is not finite on some rank."""
-        self.skipped_steps += 1
+        self.skipped_steps += not overflow
         self.statistics.last = Refreshed()
-        if self.comm.rank == 0:
+        if self.comm.rank == 0 and not overflow:
             warnings.warn(
                 f"Step {self.step} is skipped: a gradient is not finite "
                 f"({self.skipped_steps} skipped so far).",
