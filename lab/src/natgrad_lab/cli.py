@@ -43,7 +43,7 @@ COMMANDS = {
 
 EXTRA = {
     *("PIL", "matplotlib", "numpy", "optuna", "psycopg", "pyarrow"),
-    *("pytorch_optimizer", "rich", "sklearn", "tensorboard", "tyro"),
+    *("pytorch_optimizer", "rich", "simplejpeg", "sklearn", "tensorboard", "tyro"),
 }
 """The modules that come with the lab."""
 
