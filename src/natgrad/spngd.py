@@ -42,6 +42,7 @@ from natgrad.rules.momentum import (
 
 DEFAULT_REFRESH = Adaptive()
 Average = Literal["update", "gradient"]
+RULE = ("average", "nesterov", "rescale_weights")
 
 
 class SPNGD(Inspectable, Optimizer):
@@ -169,6 +170,8 @@ class SPNGD(Inspectable, Optimizer):
             comm=comm or CommOptions(),
             group=group,
             grad_scaler=grad_scaler,
+            optimizer=self,
+            rule={k: vars(self)[k] for k in RULE},
             agrees_on_overflow=True,
         )
         self._overflow = Overflow(self, self.engine, grad_scaler)
