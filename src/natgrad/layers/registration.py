@@ -37,19 +37,19 @@ def register(
             "one that was made of the model's parameters."
         )
     if not any(b.kind is not None for b in blocks):
-        _without_layers(model, config)
+        _without_layers(model, config.rest == "plain" or not blocks)
     return blocks
 
 
-def _without_layers(model: nn.Module, config: Curvature) -> None:
+def _without_layers(model: nn.Module, is_idle: bool) -> None:
     """Say so if a fallback trains all of a model; raise if there is nothing to do."""
     kinds = sorted({type(m).__name__ for m in model.modules()})
     found = (
-        f"{type(model).__name__} has no layer of a known kind with a weight to train, "
-        f"among {', '.join(kinds)}"
+        f"{type(model).__name__} has no trainable layer of a known kind among "
+        f"{', '.join(kinds)}"
     )
     how = 'natgrad.register_layer(type, "linear", weight="kernel") adds one'
-    if config.rest == "plain":
+    if is_idle:
         raise ValueError(f"{found}. {how}.")
     warnings.warn(f"{found}: all follow Adam's rule. {how}.", stacklevel=4)
 

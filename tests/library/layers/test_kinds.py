@@ -233,7 +233,7 @@ def test_polar_trains_a_model_without_a_known_layer() -> None:
     torch.manual_seed(0)
     model, x, y = GCN(), torch.randn(12, 5), torch.arange(12) % 3
     edges = torch.eye(12) + torch.softmax(torch.randn(12, 12), 1)
-    with pytest.warns(UserWarning, match="no layer of a known kind.*Adam"):
+    with pytest.warns(UserWarning, match="no trainable layer of a known kind.*Adam"):
         optimizer = Polar(model, lr=0.1)
     losses: list[float] = []
     with optimizer:
@@ -248,6 +248,11 @@ def test_polar_trains_a_model_without_a_known_layer() -> None:
         state = optimizer.state_dict()
         optimizer.load_state_dict(state)
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_model_that_is_frozen_has_nothing_to_fall_back_on() -> None:
+    with pytest.raises(ValueError, match="no trainable layer"):
+        Polar(GCN().requires_grad_(False), lr=0.1)
 
 
 @pytest.mark.parametrize("make", [KFAC, SPNGD])
