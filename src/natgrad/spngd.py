@@ -78,8 +78,8 @@ class SPNGD(Inspectable, Optimizer):
 
     As for `KFAC`: statistics, scale, whitening, basis, moments, kl_clip, rest,
     rest_rate, beta2, damping, decay, refresh, fisher, loss, accumulation, sharing,
-    norm, norm_damping_ratio, skip, subsample, grad_scaler, strategy, placement,
-    profile, comm, group.
+    norm, norm_damping_ratio, skip, subsample, largest_factor, grad_scaler, strategy,
+    placement, profile, comm, group.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class SPNGD(Inspectable, Optimizer):
         norm_damping_ratio: float = 1.0,
         skip: Collection[str] = (),
         subsample: int | None = 1,
+        largest_factor: int | None = options.LARGEST_FACTOR,
         grad_scaler: torch.amp.GradScaler | None = None,
         strategy: str | Strategy = "spngd",
         placement: str = "longest_first",
@@ -147,6 +148,7 @@ class SPNGD(Inspectable, Optimizer):
             norm_damping_ratio=norm_damping_ratio,
             skip=skip,
             subsample=subsample,
+            largest_factor=largest_factor,
         )
         self.rescale_weights = rescale_weights
         self.nesterov = nesterov

@@ -375,8 +375,8 @@ class Capture:
         self._terms_used = True
         if not self._sentinel.is_set:
             self._sentinel.watch(call.block.parameters[0])
-        for kind, moment in moments.items():
-            name = f"{call.block.name}/{kind}"
+        for kind, whole in moments.items():
+            name, moment = f"{call.block.name}/{kind}", call.block.in_parts(kind, whole)
             self.fired.add(name)
             if name in into.sums:
                 into.sums[name].add_(moment)

@@ -15,8 +15,8 @@ from natgrad.layers.kind import (
 )
 from natgrad.math.conv.moments import (
     ConvGeometry,
-    conv_input_moment,
-    conv_output_moment,
+    conv_input_parts,
+    conv_output_parts,
     positions,
 )
 from natgrad.math.examples import (
@@ -42,6 +42,7 @@ class Conv(Kronecker):
             cols=weight[0].numel() + bias,
             right="A",
             left="G",
+            unit=math.prod(_setting(module, "kernel_size")),
         )
 
     def vectors(self, module: nn.Module, y: Tensor) -> int:
@@ -55,8 +56,9 @@ class Conv(Kronecker):
             return Observed()
         geometry = geometry_of(module)
         x = _batched(x, len(geometry.kernel))
+        size = self.part_size(module, "right")
         return Observed(
-            moments={"A": conv_input_moment(x, geometry)},
+            moments={"A": conv_input_parts(x, geometry, size)},
             positions=positions(x.shape, geometry),
         )
 
@@ -70,7 +72,8 @@ class Conv(Kronecker):
         if "G" not in want:
             return {}
         g = _batched(g, parameter(module, "weight").dim() - 2)
-        return {"G": conv_output_moment(g, _setting(module, "groups"))}
+        size = self.part_size(module, "left")
+        return {"G": conv_output_parts(g, _setting(module, "groups"), size)}
 
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
