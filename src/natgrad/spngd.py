@@ -15,6 +15,7 @@ from natgrad.checkpoint.sharded import only_initialises
 from natgrad.distributed.communicator import CommOptions
 from natgrad.engine.auto import Profile
 from natgrad.engine.engine import Engine
+from natgrad.engine.overflow import Overflow
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Adaptive, Refresh
 from natgrad.layers import Block
@@ -170,7 +171,9 @@ class SPNGD(Inspectable, Optimizer):
             comm=comm or CommOptions(),
             group=group,
             grad_scaler=grad_scaler,
+            agrees_on_overflow=True,
         )
+        self._overflow = Overflow(self, self.engine, grad_scaler)
         with self.engine.closing_on_error():
             self._group_of()  # raises if a block is in no group
         check = partial(require_momentum, self, self.engine, average == "gradient")
@@ -196,11 +199,12 @@ class SPNGD(Inspectable, Optimizer):
             return value
         with engine.attempt():
             require_known(engine.model, engine.blocks)
+            overflow = self._overflow.unscaled()
             captured, sums = engine.reduce_statistics()
             gradients = engine.reduce_gradients()
-            verdict = engine.agree(captured)
+            verdict = engine.agree(captured, overflow)
             if not verdict.finite:
-                engine.skip_step()
+                engine.skip_step(overflow=self._overflow.told(overflow))
                 return value
             engine.refresh(sums, verdict)
             gradients = self._decayed(verdict.among(gradients))

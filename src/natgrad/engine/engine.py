@@ -44,6 +44,7 @@ class Engine:
     """Blocks, plan, hooks, statistics and communication for one model.
 
     ``trained`` are the ids of the parameters to precondition, if not all.
+    ``agrees_on_overflow``: see Note [Agreed overflow].
 
     A step is `reduce_statistics`, `reduce_gradients`, `agree`, `refresh`,
     `precondition`, `share`, `end`; or `skip_step` after `agree`.
@@ -61,6 +62,7 @@ class Engine:
         grad_scaler: torch.amp.GradScaler | None,
         profile: Profile | None = None,
         trained: frozenset[int] | None = None,
+        agrees_on_overflow: bool = False,
     ) -> None:
         self.config = config
         self.skipped_steps = 0
@@ -88,7 +90,8 @@ class Engine:
         )
         self.auto = self._planning.auto
         self.own_gradients = not ddp and world_of(group) > 1
-        if self.own_gradients and grad_scaler is not None:
+        self._scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        if self.own_gradients and self._scaled and not agrees_on_overflow:
             raise ValueError(
                 "A GradScaler skips steps on one rank alone unless gradients are "
                 "averaged before it looks: wrap the model in DistributedDataParallel."
@@ -129,7 +132,8 @@ class Engine:
 
     def _open_outbox(self) -> Outbox:
         blocks = self.blocks if self.own_gradients else None
-        return Outbox(self.comm, self.like, blocks)
+        # a scaler writes to gradients after the backward: what left early would be void
+        return Outbox(self.comm, self.like, blocks, early=not self._scaled)
 
     @property
     def step(self) -> int:
@@ -169,12 +173,12 @@ class Engine:
             for name, flat in means.items()
         }
 
-    def agree(self, captured: Captured) -> Verdict:
+    def agree(self, captured: Captured, overflow: Tensor | None = None) -> Verdict:
         """What all ranks know alike. See Note [One decision on all ranks]."""
         traces, account = self._outbox.sums.traces, self.statistics.account
         return reach_verdict(
             self.comm,
-            norm=gradient_norm(self.blocks, self._reduced, self.like),
+            norm=gradient_norm(self.blocks, self._reduced, self.like, overflow),
             blocks={b.name: b.has_gradient for b in self.blocks},
             traces=traces,
             counts=[captured.count(name) for name in traces],
@@ -239,11 +243,11 @@ class Engine:
             self._replan()
         self.begin()
 
-    def skip_step(self) -> None:
+    def skip_step(self, *, overflow: bool = False) -> None:
         """Leave everything as it was: a gradient is not finite on some rank."""
-        self.skipped_steps += 1
+        self.skipped_steps += not overflow
         self.statistics.last = Refreshed()
-        if self.comm.rank == 0:
+        if self.comm.rank == 0 and not overflow:
             warnings.warn(
                 f"Step {self.step} is skipped: a gradient is not finite "
                 f"({self.skipped_steps} skipped so far).",
