@@ -177,6 +177,8 @@ class KFAC(Inspectable):
             group=group,
             grad_scaler=grad_scaler,
             trained=None if optimizer is None else _parameters_of(optimizer),
+            optimizer=optimizer,
+            rule={"lr": lr, "optimizer": type(optimizer).__name__},
         )
         self._handles: list[Any] = []
         if self.engine.own_gradients:

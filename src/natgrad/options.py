@@ -1,6 +1,5 @@
 """How curvature is estimated and applied: one frozen, validated dataclass."""
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -222,10 +221,6 @@ class Curvature:
             return "root"
         joint = self.statistics == "both" and self.damping_style == "eigen"
         return "eigen" if joint else "inverse"
-
-    def fingerprint(self) -> str:
-        """All options as text, alike in processes that were given the same ones."""
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(self))
 
     def damping_at(self, step: int) -> float:
         """Lambda at a step, checked when it comes from a schedule."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.capture.recorder import POSITION_KINDS
+from natgrad.capture.captured import POSITION_KINDS
 from natgrad.diagnostics.timer import Meter
 from natgrad.distributed.communicator import Communicator
 from natgrad.engine.agreement import Verdict
@@ -78,6 +78,10 @@ class Statistics:
     def due(self) -> list[StatisticState]:
         """The statistics to estimate in this step, in the blocks' order."""
         return [s for s in self.states.values() if s.timing.statistics_at <= self.step]
+
+    def facts(self) -> Tensor | None:
+        """What a budget's account has to tell the other ranks in this step."""
+        return None if self.account is None else self.account.facts(self.like)
 
     def refresh(self, sums: dict[str, Tensor], verdict: Verdict) -> None:
         """Averages and inverses of what is due (SP-NGD, Algorithm 1).
