@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from natgrad.layers import Block
+from natgrad.plan.spec import StatisticSpec
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
@@ -34,7 +35,7 @@ def _summary(engine: "Engine", named: list[tuple[str, nn.Parameter]]) -> list[st
     rest = [b for b in current if b.kind is None and not b.is_foreign]
     total = sum(p.numel() for _, p in named if p.requires_grad)
     frozen = sum(p.numel() for _, p in named) - total
-    covered, others = _size(works, here), _size(rest, here)
+    covered, others = _elements(works, here), _elements(rest, here)
     packed = sum(s.spec.packed for s in engine.statistics.states.values())
     lines = [
         f"{len(works)} blocks, {covered:,} of {total:,} trained parameters "
@@ -66,7 +67,7 @@ def _is_unseen(engine: "Engine", block: Block) -> bool:
     return engine.step > 0 and not any(states[s.name].timing.refreshed for s in specs)
 
 
-def _size(blocks: list[Block], among: set[int]) -> int:
+def _elements(blocks: list[Block], among: set[int]) -> int:
     return sum(p.numel() for b in blocks for p in b.parameters if id(p) in among)
 
 
@@ -102,13 +103,18 @@ def _row(
     if block.kind is None:
         return name, "-", "", "", block.reason
     specs = block.spec.statistics
-    sizes = ", ".join(
-        f"{s.kind} {f'{s.stack}x' if s.stack > 1 else ''}{s.size}" for s in specs
-    )
+    sizes = ", ".join(_size(s) for s in specs)
     size = sum(s.packed for s in specs) * engine.like.element_size()
+    cut = [f"{s.kind} kept as {s.parts} diagonal blocks" for s in specs if s.parts > 1]
+    known = UNSEEN if _is_unseen(engine, block) else block.note
+    note = "; ".join((*cut, known) if known else cut)
     first = p is block.parameters[0]
-    note = UNSEEN if _is_unseen(engine, block) else block.note
     return name, block.kind.name, sizes, _bytes(size) if first else "", note
+
+
+def _size(s: StatisticSpec) -> str:
+    stack = f"{s.stack}x" if s.stack > 1 else ""
+    return f"{s.kind} {stack}{s.size}{' diagonal' if s.diagonal else ''}"
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
