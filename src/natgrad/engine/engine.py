@@ -383,8 +383,7 @@ class Engine:
     def attempt(self) -> Generator[None]:
         """A step. What it raises leaves the next step able to begin."""
         self.require_open()
-        # not rounded as a forward's products may be
-        exact = torch.autocast(self.like.device.type, enabled=False)
+        exact = torch.autocast(self.like.device.type, enabled=False)  # as no forward's
         try:
             with self.meter("step"), exact:
                 for block in self.blocks:
