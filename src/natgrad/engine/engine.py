@@ -277,9 +277,7 @@ class Engine:
     ) -> None:
         """Backward of labels drawn from the model; gradients stay as they are."""
         if (fisher := self.config.fisher) != "sampled":
-            raise RuntimeError(
-                f"sampled_backward needs fisher='sampled', not {fisher=}."
-            )
+            raise RuntimeError(f"Needs fisher='sampled', was made with {fisher=}.")
         loss = sampled_loss(outputs, likelihood, targets, self.config.loss)
         if self.capture.due:
             with self.meter("sampled"), self.capture.sampling():
