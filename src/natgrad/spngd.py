@@ -19,7 +19,7 @@ from natgrad.engine.overflow import Overflow
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Adaptive, Refresh
 from natgrad.layers import Block
-from natgrad.layers.registration import require_inside, require_known
+from natgrad.layers.registration import require_grouped, require_inside, require_known
 from natgrad.math import foreach
 from natgrad.math.statistics import widen
 from natgrad.options import Curvature, require_choice, require_number
@@ -155,10 +155,9 @@ class SPNGD(Inspectable, Optimizer):
         groups = param_groups or [{"params": list(plain.named_parameters())}]
         rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         Optimizer.__init__(self, groups, rates)
-        for each in self.param_groups:
-            momentum, decay = each["momentum"], each["weight_decay"]
-            require_number("momentum", momentum, "in [0, 1)", low=0.0, below=1.0)
-            require_number("weight_decay", decay, "a number >= 0", low=0.0)
+        for g in self.param_groups:
+            require_number("momentum", g["momentum"], "in [0, 1)", low=0.0, below=1.0)
+            require_number("weight_decay", g["weight_decay"], "a number >= 0", low=0.0)
         self.engine: Engine = Engine(
             model,
             curvature,
@@ -174,7 +173,7 @@ class SPNGD(Inspectable, Optimizer):
         )
         self._overflow = Overflow(self, self.engine, grad_scaler)
         with self.engine.closing_on_error():
-            self._group_of()  # raises if a block is in no group
+            require_grouped(self.engine.blocks, self._group_of())
             require_inside(self.engine.model, self.param_groups)
         check = partial(require_momentum, self, self.engine, average == "gradient")
         self._handles = travel_with(self, self.engine, check)
@@ -370,14 +369,7 @@ class SPNGD(Inspectable, Optimizer):
         gather_momentum(self.state, self.engine, self.average == "gradient")
 
     def _group_of(self) -> dict[int, dict[str, Any]]:
-        groups = {id(p): g for g in self.param_groups for p in g["params"]}
-        for block in self.engine.blocks:
-            if any(id(p) not in groups for p in block.parameters):
-                raise ValueError(
-                    f"The parameters of {block.name} are in no parameter group. Must "
-                    "be in one, or have requires_grad=False."
-                )
-        return groups
+        return {id(p): g for g in self.param_groups for p in g["params"]}
 
     def state_dict(self) -> dict[str, Any]:
         """Momentum, groups, and the statistics under a key of their own."""

@@ -1,7 +1,7 @@
 """A model's parameters as blocks, and what is said about those that fall silent."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,16 @@ def require_known(model: nn.Module, blocks: list[Block]) -> None:
             raise RuntimeError(
                 f"{name} was added, frozen or unfrozen after registration. Must be "
                 "done before KFAC or SPNGD is made."
+            )
+
+
+def require_grouped(blocks: Iterable[Block], grouped: Collection[int]) -> None:
+    """Raise if a parameter of a block is not among those of the optimizer's groups."""
+    for block in blocks:
+        if any(id(p) not in grouped for p in block.parameters):
+            raise ValueError(
+                f"The parameters of {block.name} are in no parameter group. Must be in "
+                "one, or have requires_grad=False."
             )
 
 
