@@ -21,8 +21,10 @@ from natgrad_lab.train.loop import Trainer
 from natgrad_lab.train.manifest import MANIFEST, signed
 from natgrad_lab.train.processes import World
 
-QUICK = ["--steps", "5", "--batch", "64", "--model.name", "mlp", "--threads", "1"]
-QUICK += ["--checkpoint-every", "0.01", "--evaluate-every", "100"]
+QUICK = [
+    *("--steps", "5", "--batch", "64", "--model.name", "mlp", "--threads", "1"),
+    *("--checkpoint-every", "0.01", "--evaluate-every", "100"),
+]
 
 
 # -- starts that are refused ---------------------------------------------------------
@@ -116,7 +118,8 @@ def owned(folder: Path, host: str, process: int, age: float = 0.0) -> None:
     path = folder / "lock"
     owner = {"host": host, "process": process, "since": "then", "launch": ""}
     path.write_text(json.dumps(owner))
-    os.utime(path, (time.time() - age,) * 2)
+    then = time.time() - age
+    os.utime(path, (then, then))
 
 
 def test_a_folder_in_use_is_refused_by_host_and_process(
