@@ -24,10 +24,13 @@ USAGE = """usage: natgrad train RECIPE [--setting value ...]
 
 `natgrad recipes` lists the recipes, `natgrad train RECIPE --help` shows every setting.
 With several processes: torchrun --nproc-per-node N -m natgrad_lab train RECIPE ...
-Exit status: 0 done, 3 diverged, 4 done but not saved, 130 interrupted (--resume it)."""
+Exit status: 0 done, 3 diverged, 4 done but not saved, 75 saved after SIGTERM, 130 saved
+after Ctrl-C (--resume continues both)."""
 DIVERGED = "the loss is not finite: lower the learning rate or raise the damping"
 UNSAVED = "the last checkpoint could not be written: make room and resume with:"
 STATUS = {"done": 0, "diverged": 3, "unsaved": 4, "interrupted": 130}
+PREEMPTED = 75
+"""After SIGTERM: sysexits' EX_TEMPFAIL, for a scheduler that starts it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,8 @@ def finish(run: runs.Run, ending: Ending, world: World) -> int:
             print(f"{UNSAVED} natgrad train --resume {run.folder}")
         elif ending.reason == "diverged":
             print(DIVERGED)
+    if ending.by == signal.SIGTERM:
+        return PREEMPTED
     return STATUS[ending.reason]
 
 

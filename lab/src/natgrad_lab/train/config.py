@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from natgrad_lab.train.precision import Precision
+
 OptimizerName = Literal["sgd", "adamw", "spngd", "polar", "muon", "soap", "shampoo"]
 TRUSTED = ("sgd", "adamw", "muon", "soap")
 ScheduleKind = Literal["constant", "steps", "polynomial", "cosine"]
@@ -347,6 +349,9 @@ class TrainConfig:
     """Epochs between checkpoints. 0: only at the end and on interruption."""
     log_every: int = 10
     """Steps between training records."""
+    precision: Precision = field(default="float32", metadata=LATER)
+    """Of the products in forward and backward: float32, bfloat16 (autocast) or float16
+    (with a loss scale). Weights and statistics are float32 in any case."""
     threads: int | None = None
     """CPU threads a process. None: torch's default."""
     timeout: float = 600.0
