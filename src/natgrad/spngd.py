@@ -22,13 +22,7 @@ from natgrad.layers import Block
 from natgrad.layers.registration import require_known
 from natgrad.math import foreach
 from natgrad.math.statistics import widen
-from natgrad.options import (
-    Curvature,
-    require_choice,
-    require_number,
-    style_for,
-    trust_for,
-)
+from natgrad.options import Curvature, require_choice, require_number
 from natgrad.plan import Strategy
 from natgrad.rules.lengths import kl_trust, layer_trust, rescale
 from natgrad.rules.momentum import (
@@ -42,6 +36,7 @@ from natgrad.rules.momentum import (
 
 DEFAULT_REFRESH = Adaptive()
 Average = Literal["update", "gradient"]
+RULE = ("average", "nesterov", "rescale_weights")
 
 
 class SPNGD(Inspectable, Optimizer):
@@ -79,8 +74,8 @@ class SPNGD(Inspectable, Optimizer):
 
     As for `KFAC`: statistics, scale, whitening, basis, moments, kl_clip, rest,
     rest_rate, beta2, damping, decay, refresh, fisher, loss, accumulation, sharing,
-    norm, norm_damping_ratio, skip, subsample, grad_scaler, strategy, placement,
-    profile, comm, group.
+    norm, norm_damping_ratio, skip, subsample, largest_factor, grad_scaler, strategy,
+    placement, profile, comm, group.
     """
 
     def __init__(
@@ -116,6 +111,7 @@ class SPNGD(Inspectable, Optimizer):
         norm_damping_ratio: float = 1.0,
         skip: Collection[str] = (),
         subsample: int | None = 1,
+        largest_factor: int | None = options.LARGEST_FACTOR,
         grad_scaler: torch.amp.GradScaler | None = None,
         strategy: str | Strategy = "spngd",
         placement: str = "longest_first",
@@ -131,13 +127,15 @@ class SPNGD(Inspectable, Optimizer):
             whitening=whitening,
             basis=basis,
             moments=moments,
-            trust=trust_for(trust, scale, "none"),
+            trust=options.trust_for(trust, scale, "none"),
             kl_clip=kl_clip,
             rest=rest,
             rest_rate=rest_rate,
             beta2=beta2,
             damping=damping,
-            damping_style=style_for(damping_style, scale, statistics, "factored"),
+            damping_style=options.style_for(
+                damping_style, scale, statistics, "factored"
+            ),
             decay=decay,
             refresh=refresh,
             fisher=fisher,
@@ -148,6 +146,7 @@ class SPNGD(Inspectable, Optimizer):
             norm_damping_ratio=norm_damping_ratio,
             skip=skip,
             subsample=subsample,
+            largest_factor=largest_factor,
         )
         self.rescale_weights = rescale_weights
         self.nesterov = nesterov
@@ -169,6 +168,8 @@ class SPNGD(Inspectable, Optimizer):
             comm=comm or CommOptions(),
             group=group,
             grad_scaler=grad_scaler,
+            optimizer=self,
+            rule={k: vars(self)[k] for k in RULE},
             agrees_on_overflow=True,
         )
         self._overflow = Overflow(self, self.engine, grad_scaler)

@@ -18,9 +18,10 @@ from natgrad_lab.train.config import (
     TrainConfig,
 )
 from natgrad_lab.train.loop import Ending, Trainer
-from natgrad_lab.train.metrics import Clock, read_metrics
+from natgrad_lab.train.metrics import Clock
 from natgrad_lab.train.precision import Mixed, Precision
 from natgrad_lab.train.processes import World
+from natgrad_lab.train.records import read_metrics
 
 METHODS = {
     "kfac": OptimizerConfig(kfac=True, lr=0.1),

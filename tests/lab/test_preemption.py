@@ -21,11 +21,11 @@ from tests.support.world import run_world
 
 from natgrad_lab.recipes import find
 from natgrad_lab.train import run as runs
-from natgrad_lab.train.command import start
 from natgrad_lab.train.config import ModelConfig, TrainConfig
 from natgrad_lab.train.loop import Trainer
-from natgrad_lab.train.metrics import read_metrics
 from natgrad_lab.train.processes import World
+from natgrad_lab.train.records import read_metrics
+from natgrad_lab.train.session import start
 
 RECIPES = (
     "osawa2019-4k",

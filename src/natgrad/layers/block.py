@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers.kind import LayerKind, LayerOptions, optional_parameter
+from natgrad.layers.kind import LayerKind, LayerOptions, trainable
+from natgrad.layers.reasons import MHA, why_plain
 from natgrad.layers.table import is_norm, kind_of
+from natgrad.math.parts import diagonal_parts
 from natgrad.math.statistics import widen
 from natgrad.plan.spec import BlockSpec
 
@@ -68,7 +70,7 @@ class Block:
         """Raise if the bias was frozen or unfrozen since, and the weight trains."""
         if self.kind is None or not self.is_trained:
             return
-        trains = optional_parameter(self.modules[0], "bias") is not None
+        trains = self.kind.bias(self.modules[0]) is not None
         if trains != (len(self.parameters) > 1):
             raise RuntimeError(
                 f"The bias of {self.name} was frozen or unfrozen after its layer was "
@@ -96,6 +98,13 @@ class Block:
         weight, bias = self.kind.unfold(self.modules[0], stack)
         return [weight] if bias is None else [weight, bias]
 
+    def in_parts(self, kind: str, moment: Tensor) -> Tensor:
+        """A moment as its statistic is kept, also if the layer's kind has it whole."""
+        spec = next(s for s in self.spec.statistics if s.kind == kind)
+        if spec.parts == 1 or len(moment) == spec.stack:
+            return moment
+        return diagonal_parts(moment, spec.parts, spec.size)
+
     def write_gradient(self, stack: Tensor, scale: Tensor | None = None) -> None:
         """Put ``(s, m, n)``, times ``scale``, into the parameters' ``.grad``."""
         for p, x in zip(self.parameters, self.unfold(stack), strict=True):
@@ -115,6 +124,7 @@ def find_blocks(
     loss: str = "mean",
     statistics: str = "both",
     corrected: bool = False,
+    largest_factor: int | None = None,
     skip: Collection[str] = (),
     trained: Collection[int] | None = None,
 ) -> list[Block]:
@@ -130,21 +140,22 @@ def find_blocks(
         loss=loss,
         statistics=statistics,
         corrected=corrected,
+        largest_factor=largest_factor,
     )
     _require_known(model, skip)
     found: dict[int, Block] = {}
     reasons: dict[int, str] = {}
-    for name, module, reason in _layers(model, options, skip):
-        weight = optional_parameter(module, "weight")
+    for name, module, kind, reason in _layers(model, options, skip):
+        weight = trainable(module, kind.weight_name)
         if weight is None:
             continue
-        reason = reason or _why_foreign(module, trained)
+        reason = reason or _why_foreign(module, kind, trained)
         if reason:
             _note(reasons, module, reason)
         elif id(weight) not in found:
-            found[id(weight)] = _block(name, module, options)
+            found[id(weight)] = _block(name, module, kind, options)
         else:
-            _tie(found[id(weight)], name, module, options)
+            _tie(found[id(weight)], name, module, kind)
     blocks = _with_plain(model, found, reasons)
     for block in blocks:
         block.is_foreign = not _has(trained, block.parameters[0])
@@ -156,18 +167,20 @@ def _has(trained: Collection[int] | None, p: nn.Parameter | None) -> bool:
     return trained is None or p is None or id(p) in trained
 
 
-def _why_foreign(module: nn.Module, trained: Collection[int] | None) -> str:
+def _why_foreign(
+    module: nn.Module, kind: LayerKind, trained: Collection[int] | None
+) -> str:
     """A layer is preconditioned as a whole or not at all."""
-    owned = (optional_parameter(module, name) for name in ("weight", "bias"))
+    owned = kind.weight(module), kind.bias(module)
     return "" if all(_has(trained, p) for p in owned) else "in part not the optimizer's"
 
 
 def _layers(
     model: nn.Module, options: LayerOptions, skip: Collection[str]
-) -> Iterator[tuple[str, nn.Module, str]]:
+) -> Iterator[tuple[str, nn.Module, LayerKind, str]]:
     """Modules of a known kind, each with the reason to leave it out, if any."""
     inert = {
-        child: type(parent).__name__
+        child
         for parent in model.modules()
         if isinstance(parent, nn.MultiheadAttention)
         for child in parent.modules()
@@ -177,26 +190,26 @@ def _layers(
         if kind is None:
             continue
         if _within(name, skip):
-            yield name, module, "named in skip"
+            yield name, module, kind, "named in skip"
         elif module in inert:
-            yield name, module, f"{inert[module]} does not call it as a layer"
+            yield name, module, kind, MHA
         else:
-            yield name, module, kind.refuse(module)
+            yield name, module, kind, kind.refuse(module)
 
 
-def _block(name: str, module: nn.Module, options: LayerOptions) -> Block:
-    kind = kind_of(module, options)
-    assert kind is not None
+def _block(
+    name: str, module: nn.Module, kind: LayerKind, options: LayerOptions
+) -> Block:
     name = name or "model"
     layout = kind.layout(module)
-    owned = (optional_parameter(module, n) for n in ("weight", "bias"))
+    owned = kind.weight(module), kind.bias(module)
     return Block(
         spec=BlockSpec(
             name=name,
             stack=layout.stack,
             rows=layout.rows,
             cols=layout.cols,
-            statistics=layout.statistics(name, options.statistics, options.corrected),
+            statistics=layout.statistics(name, options),
         ),
         kind=kind,
         modules=[module],
@@ -205,18 +218,17 @@ def _block(name: str, module: nn.Module, options: LayerOptions) -> Block:
     )
 
 
-def _tie(block: Block, name: str, module: nn.Module, options: LayerOptions) -> None:
+def _tie(block: Block, name: str, module: nn.Module, kind: LayerKind) -> None:
     """Let a second module with the same weight add to the block, if it can.
 
     A module of another kind (an output layer tied to an embedding) cannot: its uses of
     the weight are then not part of the statistics, though they are of the gradient.
     """
-    kind = kind_of(module, options)
-    bias = optional_parameter(module, "bias")
+    bias = kind.bias(module)
     same_bias = (bias is None) == (len(block.parameters) == 1) and (
         bias is None or bias is block.parameters[1]
     )
-    if kind is not None and type(kind) is type(block.kind) and same_bias:
+    if type(kind) is type(block.kind) and same_bias:
         block.modules.append(module)
         block.note = f"shared with {name}"
     else:
@@ -232,7 +244,7 @@ def _with_plain(
     for name, p in model.named_parameters():
         block = block_of.get(id(p))
         if block is None and p.requires_grad:
-            block = _plain(name, p, reasons.get(id(p)) or _why_unknown(model, name))
+            block = _plain(name, p, reasons.get(id(p)) or why_plain(model, name))
         if block is not None:
             ordered.setdefault(block.name, block)
     return list(ordered.values())
@@ -241,13 +253,6 @@ def _with_plain(
 def _plain(name: str, p: nn.Parameter, reason: str) -> Block:
     spec = BlockSpec(name=name, stack=1, rows=1, cols=p.numel())
     return Block(spec=spec, kind=None, parameters=(p,), reason=reason)
-
-
-def _why_unknown(model: nn.Module, parameter_name: str) -> str:
-    owner = model.get_submodule(parameter_name.rpartition(".")[0])
-    if kind_of(owner, LayerOptions()) is not None:
-        return "it is not a trainable weight of its layer"
-    return f"{type(owner).__name__} is not a known layer"
 
 
 def _within(name: str, skip: Collection[str]) -> bool:

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from natgrad_lab.train.precision import Precision
-
 OptimizerName = Literal["sgd", "adamw", "spngd", "polar", "muon", "soap", "shampoo"]
 TRUSTED = ("sgd", "adamw", "muon", "soap")
 ScheduleKind = Literal["constant", "steps", "polynomial", "cosine"]
 RefreshKind = Literal["every", "adaptive", "staircase", "late", "budget"]
+SEEDS = 2**31
+SEEDS_LEGAL = f"in [0, {SEEDS})"
+"""Torch's generators, numpy's and a study's storage all take these."""
 Crop = Literal["stretched", "resized"]
+Precision = Literal["float32", "bfloat16", "float16"]
 IMAGES = ("crop", "size", "cache", "workers")
 """Settings of images that are decoded when they are asked for."""
 LATER = {"later": True}
@@ -227,6 +229,9 @@ class CurvatureConfig:
     subsample: int | None = 1
     """Statistics from every k-th example only; 1: from all. None: from as many as each
     layer needs, however large the batch."""
+    largest_factor: int | None = None
+    """Rows that a factor may have: larger ones are cut into diagonal blocks. None: no
+    factor is cut, as in the papers."""
     rescale_weights: bool = False
     """spngd: rescale conv and linear weights to norm sqrt(2 d_out) (Osawa et al. 2020,
     eq. 24)."""
@@ -251,6 +256,9 @@ class CurvatureConfig:
         require(clip is None or clip > 0, "curvature.kl_clip", clip, "> 0 or none")
         ok = self.subsample is None or self.subsample >= 1
         require(ok, "curvature.subsample", self.subsample, ">= 1 or none")
+        most = self.largest_factor
+        ok = most is None or most >= 1
+        require(ok, "curvature.largest_factor", most, ">= 1 or none")
         rate = self.rest_rate
         require(rate > 0, "curvature.rest_rate", rate, "> 0")
         ratio = self.norm_damping_ratio
@@ -375,6 +383,7 @@ class TrainConfig:
         require(self.batch >= 1, "batch", self.batch, ">= 1")
         micro = self.micro_batch
         require(micro is None or micro >= 1, "micro_batch", micro, ">= 1 or none")
+        require(0 <= self.seed < SEEDS, "seed", self.seed, SEEDS_LEGAL)
         for target in self.targets:
             require(0 < target <= 100, "targets", target, "percentages in (0, 100]")
         require(self.evaluate_every > 0, "evaluate_every", self.evaluate_every, "> 0")

@@ -1,13 +1,14 @@
 """The precision of forward and backward: float32, or half of it by autocast."""
 
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-Precision = Literal["float32", "bfloat16", "float16"]
+from natgrad_lab.train.config import Precision
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DTYPES["float16"] = torch.float16
 
