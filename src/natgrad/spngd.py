@@ -155,10 +155,9 @@ class SPNGD(Inspectable, Optimizer):
         groups = param_groups or [{"params": list(plain.named_parameters())}]
         rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         Optimizer.__init__(self, groups, rates)
-        for each in self.param_groups:
-            momentum, decay = each["momentum"], each["weight_decay"]
-            require_number("momentum", momentum, "in [0, 1)", low=0.0, below=1.0)
-            require_number("weight_decay", decay, "a number >= 0", low=0.0)
+        for g in self.param_groups:
+            require_number("momentum", g["momentum"], "in [0, 1)", low=0.0, below=1.0)
+            require_number("weight_decay", g["weight_decay"], "a number >= 0", low=0.0)
         self.engine: Engine = Engine(
             model,
             curvature,
