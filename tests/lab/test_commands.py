@@ -19,7 +19,7 @@ WITH_COMMANDS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README
 CONSOLE = ("console", "")
 HARMLESS = ("pip", "git", "cd", "optuna-dashboard")
 STANDS_FOR = {"RECIPE": "digits-kfac", "NAME": "cifar10", "RUN...": "RUN"}
-TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
 
 
 class ParsedError(Exception):
