@@ -78,6 +78,8 @@ class KFAC(Inspectable):
         skip: names of layers, or of modules that contain them, to leave out.
         subsample: estimate statistics from every k-th example only; 1 uses all, None as
             many as each layer needs, however large the batch.
+        largest_factor: rows that A or G may have; larger ones are cut into diagonal
+            blocks, which `report` shows. None: never, as in the papers.
         grad_scaler: the `torch.amp.GradScaler` in use, to undo its loss scale.
         strategy: how several ranks share the work: ``"factor_wise"``,
             ``"layer_wise"``, ``"spngd"``, ``natgrad.hybrid(fraction)``, or ``"auto"``:
@@ -121,6 +123,7 @@ class KFAC(Inspectable):
         norm_damping_ratio: float = 1.0,
         skip: Collection[str] = (),
         subsample: int | None = 1,
+        largest_factor: int | None = options.LARGEST_FACTOR,
         grad_scaler: torch.amp.GradScaler | None = None,
         strategy: str | Strategy = "factor_wise",
         placement: str = "longest_first",
@@ -156,6 +159,7 @@ class KFAC(Inspectable):
             norm_damping_ratio=norm_damping_ratio,
             skip=skip,
             subsample=subsample,
+            largest_factor=largest_factor,
         )
         clips = curvature.trust == "kl" and kl_clip is not None
         if clips and optimizer is None and lr is None:

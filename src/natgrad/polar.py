@@ -52,6 +52,8 @@ class Polar(SPNGD):
         subsample: estimate A from every k-th example; 1: from all; None: from as many
             as a layer needs (at least 64, and two vectors for each input), so that a
             refresh costs the same at any larger batch.
+        largest_factor: rows that A may have; a larger one is cut into diagonal blocks,
+            which `report` shows. None: never.
 
     As for `KFAC`: loss, accumulation, sharing, skip, grad_scaler, strategy, placement,
     profile, comm, group.
@@ -75,6 +77,7 @@ class Polar(SPNGD):
         sharing: options.Sharing = "expand",
         skip: Collection[str] = (),
         subsample: int | None = None,
+        largest_factor: int | None = options.LARGEST_FACTOR,
         grad_scaler: torch.amp.GradScaler | None = None,
         strategy: str | Strategy = "spngd",
         placement: str = "longest_first",
@@ -106,6 +109,7 @@ class Polar(SPNGD):
             norm="skip",
             skip=skip,
             subsample=subsample,
+            largest_factor=largest_factor,
             grad_scaler=grad_scaler,
             strategy=strategy,
             placement=placement,

@@ -22,13 +22,7 @@ from natgrad.layers import Block
 from natgrad.layers.registration import require_known
 from natgrad.math import foreach
 from natgrad.math.statistics import widen
-from natgrad.options import (
-    Curvature,
-    require_choice,
-    require_number,
-    style_for,
-    trust_for,
-)
+from natgrad.options import Curvature, require_choice, require_number
 from natgrad.plan import Strategy
 from natgrad.rules.lengths import kl_trust, layer_trust, rescale
 from natgrad.rules.momentum import (
@@ -80,8 +74,8 @@ class SPNGD(Inspectable, Optimizer):
 
     As for `KFAC`: statistics, scale, whitening, basis, moments, kl_clip, rest,
     rest_rate, beta2, damping, decay, refresh, fisher, loss, accumulation, sharing,
-    norm, norm_damping_ratio, skip, subsample, grad_scaler, strategy, placement,
-    profile, comm, group.
+    norm, norm_damping_ratio, skip, subsample, largest_factor, grad_scaler, strategy,
+    placement, profile, comm, group.
     """
 
     def __init__(
@@ -117,6 +111,7 @@ class SPNGD(Inspectable, Optimizer):
         norm_damping_ratio: float = 1.0,
         skip: Collection[str] = (),
         subsample: int | None = 1,
+        largest_factor: int | None = options.LARGEST_FACTOR,
         grad_scaler: torch.amp.GradScaler | None = None,
         strategy: str | Strategy = "spngd",
         placement: str = "longest_first",
@@ -132,13 +127,15 @@ class SPNGD(Inspectable, Optimizer):
             whitening=whitening,
             basis=basis,
             moments=moments,
-            trust=trust_for(trust, scale, "none"),
+            trust=options.trust_for(trust, scale, "none"),
             kl_clip=kl_clip,
             rest=rest,
             rest_rate=rest_rate,
             beta2=beta2,
             damping=damping,
-            damping_style=style_for(damping_style, scale, statistics, "factored"),
+            damping_style=options.style_for(
+                damping_style, scale, statistics, "factored"
+            ),
             decay=decay,
             refresh=refresh,
             fisher=fisher,
@@ -149,6 +146,7 @@ class SPNGD(Inspectable, Optimizer):
             norm_damping_ratio=norm_damping_ratio,
             skip=skip,
             subsample=subsample,
+            largest_factor=largest_factor,
         )
         self.rescale_weights = rescale_weights
         self.nesterov = nesterov
@@ -157,10 +155,9 @@ class SPNGD(Inspectable, Optimizer):
         groups = param_groups or [{"params": list(plain.named_parameters())}]
         rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         Optimizer.__init__(self, groups, rates)
-        for each in self.param_groups:
-            momentum, decay = each["momentum"], each["weight_decay"]
-            require_number("momentum", momentum, "in [0, 1)", low=0.0, below=1.0)
-            require_number("weight_decay", decay, "a number >= 0", low=0.0)
+        for g in self.param_groups:
+            require_number("momentum", g["momentum"], "in [0, 1)", low=0.0, below=1.0)
+            require_number("weight_decay", g["weight_decay"], "a number >= 0", low=0.0)
         self.engine: Engine = Engine(
             model,
             curvature,

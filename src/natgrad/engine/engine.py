@@ -15,7 +15,7 @@ from natgrad.capture.recorder import Capture
 from natgrad.capture.sampling import differentiate, sampled_loss
 from natgrad.capture.unwrap import inside_ddp, unwrap
 from natgrad.checkpoint.gather import gather, part_of, release, warn_partial
-from natgrad.checkpoint.state_dict import load, save
+from natgrad.checkpoint.state_dict import convert, load, save
 from natgrad.checkpoint.validate import require_state
 from natgrad.diagnostics.probe import Probe
 from natgrad.diagnostics.timer import Meter, metered
@@ -129,6 +129,7 @@ class Engine:
             name, self.capture.current
         )
         self.capture.on_abandon = lambda: self._outbox.abandon()
+        self.capture.on_forward = self.follow_model
         self.begin()
 
     def _connect(self, plan: Plan) -> Communicator:
@@ -265,9 +266,8 @@ class Engine:
                 f"({self.skipped_steps} skipped so far).",
                 stacklevel=4,
             )
-        for block in self.blocks:
-            for p in block.parameters:
-                p.grad = None
+        for p in (p for block in self.blocks for p in block.parameters):
+            p.grad = None
         self.begin()
 
     # -- for users --------------------------------------------------------------------
@@ -276,11 +276,8 @@ class Engine:
         self, outputs: Tensor, likelihood: str, targets: Tensor | None
     ) -> None:
         """Backward of labels drawn from the model; gradients stay as they are."""
-        if self.config.fisher != "sampled":
-            raise RuntimeError(
-                "sampled_backward needs fisher='sampled'; this one was made with "
-                f"fisher={self.config.fisher!r}."
-            )
+        if (fisher := self.config.fisher) != "sampled":
+            raise RuntimeError(f"Needs fisher='sampled', was made with {fisher=}.")
         loss = sampled_loss(outputs, likelihood, targets, self.config.loss)
         if self.capture.due:
             with self.meter("sampled"), self.capture.sampling():
@@ -303,8 +300,7 @@ class Engine:
         """Once: give owners new statistics by the seconds that inversions took."""
         states, seconds = self.statistics.states, self.statistics.seconds or {}
         mine = self.like.new_tensor([seconds.get(name, 0.0) for name in states])
-        total: list[float] = self.comm.agree(mine).tolist()
-        if not any(total):
+        if not any(total := self.comm.agree(mine).tolist()):
             return
         self.gather()
         for prepare in self.before_replan:
@@ -326,12 +322,19 @@ class Engine:
 
     def look_for_ddp(self) -> None:
         """Leave gradients to DDP if the model was wrapped after this was made."""
-        self.capture.on_forward = None
-        if not inside_ddp(self.model):
-            return
-        self.own_gradients = False
-        self._follow(self._planning.plan_for_ddp())
-        self.begin()
+        self.capture.on_forward = self.follow_model
+        self.follow_model()
+        if inside_ddp(self.model):
+            self.own_gradients = False
+            self._follow(self._planning.plan_for_ddp())
+            self.begin()
+
+    def follow_model(self) -> None:
+        """Go on with the dtype and device that the parameters have now."""
+        if not self.closed and convert(self):
+            self._outbox.close()
+            self._outbox = self._open_outbox()
+            self.begin()
 
     def state_dict(self, *, warn: bool = True) -> dict[str, Any]:
         """Statistics, inverses and timing, as tensors and numbers.
@@ -382,11 +385,12 @@ class Engine:
     @contextmanager
     def attempt(self) -> Generator[None]:
         """A step. What it raises leaves the next step able to begin."""
-        self.require_open()
-        # not rounded as a forward's products may be
-        exact = torch.autocast(self.like.device.type, enabled=False)
+        if self.closed:
+            raise RuntimeError("This optimizer was closed: make a new one to go on.")
+        exact = torch.autocast(self.like.device.type, enabled=False)  # as no forward's
         try:
             with self.meter("step"), exact:
+                self.follow_model()
                 for block in self.blocks:
                     block.require_bias()
                 yield
@@ -394,8 +398,3 @@ class Engine:
             if not isinstance(error, CommError) and self.comm.fail(error):
                 self._begin_again()
             raise
-
-    def require_open(self) -> None:
-        """Raise if `close` was called."""
-        if self.closed:
-            raise RuntimeError("This optimizer was closed: make a new one to go on.")

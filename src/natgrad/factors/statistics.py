@@ -13,6 +13,7 @@ from natgrad.capture.captured import POSITION_KINDS
 from natgrad.diagnostics.timer import Meter
 from natgrad.distributed.communicator import Communicator
 from natgrad.engine.agreement import Verdict
+from natgrad.factors.decompose import Findings, decompose, form_of
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
@@ -21,9 +22,6 @@ from natgrad.math.inverse import (
     Inverse,
     InverseError,
     damped_from_eigen,
-    damped_inverses,
-    damped_roots,
-    eigendecompositions,
     pi_split,
     split_damping,
 )
@@ -35,7 +33,6 @@ from natgrad.plan import Plan
 from natgrad.plan.cost import CostModel
 
 MAX_FAILURES = 3
-Findings = dict[str, Inverse | InverseError]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,11 +158,11 @@ class Statistics:
 
     def is_eigen(self, s: StatisticState) -> bool:
         """Whether its inverse is kept as an eigendecomposition."""
-        return s.spec.kind in ("A", "G") and self.config.form == "eigen"
+        return form_of(s.spec, self.config) == "eigen"
 
     def is_root(self, s: StatisticState) -> bool:
         """Whether a root of its inverse is kept: an upper triangular W."""
-        return s.spec.kind in ("A", "G") and self.config.form == "root"
+        return form_of(s.spec, self.config) == "root"
 
     def _estimate(
         self, due: list[StatisticState], sums: dict[str, Tensor], verdict: Verdict
@@ -179,7 +176,7 @@ class Statistics:
             usable.append(s)
             # The first estimate starts the average.
             old = self.config.decay if s.estimated else 0.0
-            scale = self._scale(s, verdict) / (s.spec.stack * s.spec.size)
+            scale = self._scale(s, verdict) / s.spec.eigenvalues
             mean = verdict.traces[s.spec.name] * scale
             s.mean_eigenvalue = old * s.mean_eigenvalue + (1 - old) * mean
         mine = [s for s in usable if self._owns(s)]
@@ -232,22 +229,9 @@ class Statistics:
         return findings
 
     def _decompose(self, mine: list[StatisticState]) -> Findings:
-        eigen = [s for s in mine if self.is_eigen(s)]
-        roots = [s for s in mine if self.is_root(s)]
-        moments = [s for s in mine if s.spec.kind == "S"]
-        kept = {s.spec.name for s in (*eigen, *roots, *moments)}
-        plain = [s for s in mine if s.spec.name not in kept]
-        tracked = self.config.basis == "tracked"
-        earlier = [s.inverse if tracked else None for s in eigen]
-        bases = eigendecompositions([self.dense(s) for s in eigen], earlier)
-        findings: Findings = dict(zip((s.spec.name for s in eigen), bases, strict=True))
-        findings |= {s.spec.name: (self.dense(s).clone(),) for s in moments}
-        for group, invert in ((plain, damped_inverses), (roots, damped_roots)):
-            dampings = [self.factor_damping(s) for s in group]
-            inverses = invert([self.dense(s) for s in group], dampings)
-            for s, x in zip(group, inverses, strict=True):
-                findings[s.spec.name] = x if isinstance(x, InverseError) else (x,)
-        return findings
+        averages = [self.dense(s) for s in mine]
+        dampings = [self.factor_damping(s) for s in mine]
+        return decompose(mine, self.config, averages=averages, dampings=dampings)
 
     def _share_findings(
         self, inverted: list[StatisticState], findings: Findings

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from natgrad.layers.kind import LayerKind, LayerOptions, trainable
 from natgrad.layers.reasons import MHA, why_plain
 from natgrad.layers.table import is_norm, kind_of
+from natgrad.math.parts import diagonal_parts
 from natgrad.math.statistics import widen
 from natgrad.plan.spec import BlockSpec
 
@@ -65,12 +66,17 @@ class Block:
         """Whether the block takes part in this step."""
         return self.is_trained and self.parameters[0].grad is not None
 
-    def require_bias(self) -> None:
-        """Raise if the bias was frozen or unfrozen since, and the weight trains."""
+    @property
+    def bias_has_changed(self) -> bool:
+        """Whether the bias was frozen or unfrozen since, and the weight trains."""
         if self.kind is None or not self.is_trained:
-            return
+            return False
         trains = self.kind.bias(self.modules[0]) is not None
-        if trains != (len(self.parameters) > 1):
+        return trains != (len(self.parameters) > 1)
+
+    def require_bias(self) -> None:
+        """Raise if `bias_has_changed`."""
+        if self.bias_has_changed:
             raise RuntimeError(
                 f"The bias of {self.name} was frozen or unfrozen after its layer was "
                 "registered. Must be done before KFAC or SPNGD is made."
@@ -97,6 +103,13 @@ class Block:
         weight, bias = self.kind.unfold(self.modules[0], stack)
         return [weight] if bias is None else [weight, bias]
 
+    def in_parts(self, kind: str, moment: Tensor) -> Tensor:
+        """A moment as its statistic is kept, also if the layer's kind has it whole."""
+        spec = next(s for s in self.spec.statistics if s.kind == kind)
+        if spec.parts == 1 or len(moment) == spec.stack:
+            return moment
+        return diagonal_parts(moment, spec.parts, spec.size)
+
     def write_gradient(self, stack: Tensor, scale: Tensor | None = None) -> None:
         """Put ``(s, m, n)``, times ``scale``, into the parameters' ``.grad``."""
         for p, x in zip(self.parameters, self.unfold(stack), strict=True):
@@ -116,6 +129,7 @@ def find_blocks(
     loss: str = "mean",
     statistics: str = "both",
     corrected: bool = False,
+    largest_factor: int | None = None,
     skip: Collection[str] = (),
     trained: Collection[int] | None = None,
 ) -> list[Block]:
@@ -131,6 +145,7 @@ def find_blocks(
         loss=loss,
         statistics=statistics,
         corrected=corrected,
+        largest_factor=largest_factor,
     )
     _require_known(model, skip)
     found: dict[int, Block] = {}
@@ -199,7 +214,7 @@ def _block(
             stack=layout.stack,
             rows=layout.rows,
             cols=layout.cols,
-            statistics=layout.statistics(name, options.statistics, options.corrected),
+            statistics=layout.statistics(name, options),
         ),
         kind=kind,
         modules=[module],

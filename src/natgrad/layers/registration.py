@@ -24,6 +24,7 @@ def register(
         loss=config.loss,
         statistics=config.statistics,
         corrected=config.scale == "corrected",
+        largest_factor=config.largest_factor,
         skip=config.skip,
         trained=trained,
     )

@@ -27,11 +27,12 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 def velocity_of(state: State, p: Tensor, averages: bool) -> Tensor:
     """That of a parameter, at first zero; in float32 or better."""
-    entry = state[p]
+    entry, like = state[p], widen(p)
     if VELOCITY not in entry:
-        entry[VELOCITY] = torch.zeros_like(widen(p))
+        entry[VELOCITY] = torch.zeros_like(like)
         if averages:
             entry[MASS] = 0.0
+    entry[VELOCITY] = entry[VELOCITY].to(like)  # the model may have been converted
     return entry[VELOCITY]
 
 

@@ -11,6 +11,7 @@ from natgrad.factors.statistics import Statistics
 from natgrad.layers import Block
 from natgrad.layers.registration import shape_of
 from natgrad.math.inverse import Inverse
+from natgrad.math.parts import kronecker_values
 from natgrad.math.polar import polar
 from natgrad.math.precondition import (
     apply_eigen,
@@ -79,7 +80,7 @@ class Preconditioner:
         if rule == "plain" or block.spec.elements > TOGETHER_UP_TO:
             return block.name
         sides = [
-            (s.side, s.kind, s.diagonal, self.statistics.states[s.name].inverse is None)
+            (s.kind, s.size, s.diagonal, self.statistics.states[s.name].inverse is None)
             for s in block.spec.statistics
         ]
         # All workers of a block have the same group: rounding may depend on it.
@@ -168,7 +169,7 @@ class Preconditioner:
         states = [self.statistics.states[f"{block.name}/S"] for block in group]
         moment = self.stacks.of(states)
         if moment is None:
-            curvature = left[1].unsqueeze(2) * right[1].unsqueeze(1)
+            curvature = kronecker_values(right[1], left[1], v)
         else:
             curvature = moment[0].reshape(v.shape)
         damping: float | Tensor = self.statistics.damping_of(group[0])
