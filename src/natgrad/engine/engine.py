@@ -48,7 +48,6 @@ class Engine:
 
     ``trained`` are the ids of the parameters to precondition, if not all. ``optimizer``
     has the parameter groups, ``rule`` what else decides its updates.
-    ``agrees_on_overflow``: see Note [Agreed overflow].
     A step is `reduce_statistics`, `reduce_gradients`, `agree`, `refresh`,
     `precondition`, `share`, `end`; or `skip_step` after `agree`.
     """

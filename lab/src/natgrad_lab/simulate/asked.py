@@ -31,6 +31,8 @@ METHODS: dict[str, Curvature] = {
 }
 """The defaults of `natgrad.KFAC`, `SPNGD` and `Polar`, as far as costs know them."""
 STRATEGIES = {"kfac": "factor_wise", "spngd": "spngd", "polar": "spngd"}
+MOST_RANKS = 65_536
+"""A plan of ResNet-50 for as many takes seven seconds, and more take more."""
 SPLIT = 8
 """The most ranks that --split lets divide one factor."""
 
@@ -73,6 +75,16 @@ class Asked:
     """Examples a rank."""
     split: bool = False
     """Divide factors larger than a fair share (planned and simulated, not executed)."""
+
+
+def require_world(*worlds: int) -> None:
+    """Raise if there is no plan for so many ranks, or none that ends soon."""
+    for world in worlds:
+        if not 1 <= world <= MOST_RANKS:
+            raise UserError(
+                f"Invalid world={world}. Must be in [1, {MOST_RANKS}]: a plan is made "
+                "for each rank."
+            )
 
 
 def curvature_of(asked: Asked) -> Curvature:

@@ -30,6 +30,7 @@ from natgrad_lab.simulate.asked import (
     Asked,
     curvature_of,
     inverse_of,
+    require_world,
     work_asked,
 )
 from natgrad_lab.simulate.memory import (
@@ -63,6 +64,7 @@ class PlanCommand(Asked):
 def main(arguments: Sequence[str]) -> int:
     """Parse, plan, check memory, print."""
     asked = tyro.cli(PlanCommand, prog="natgrad plan", args=list(arguments))
+    require_world(asked.world)
     config = curvature_of(asked)
     work = work_asked(asked, config)
     profile = find_profile(asked.profile) if asked.profile else None

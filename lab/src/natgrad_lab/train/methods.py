@@ -22,6 +22,7 @@ from natgrad_lab.train.schedules import make_damping, make_refresh
 
 # Of what has no trust ratio beside what has one: natgrad.Polar's default.
 REST_RATE = 0.2
+Scaler = torch.amp.GradScaler | None
 
 
 class Maker(Protocol):
@@ -84,12 +85,18 @@ def total_bytes(traffic: dict[str, Any]) -> int:
     return int(sum(each["sent"] for each in traffic["total"].values()))
 
 
-def make(model: nn.Module, config: TrainConfig, *, examples: int) -> Method:
+def make(
+    model: nn.Module,
+    config: TrainConfig,
+    *,
+    examples: int,
+    grad_scaler: Scaler = None,
+) -> Method:
     """The method a config asks for, on a training set of ``examples``."""
     if config.optimizer.name == "spngd":
-        return _spngd(model, config, examples)
+        return _spngd(model, config, examples, grad_scaler)
     if config.optimizer.name == "polar":
-        return _polar(model, config, examples)
+        return _polar(model, config, examples, grad_scaler)
     optimizer = _plain(model, config)
     if not config.optimizer.kfac:
         return Method(optimizer=optimizer)
@@ -99,14 +106,16 @@ def make(model: nn.Module, config: TrainConfig, *, examples: int) -> Method:
         optimizer,
         damping=damping,
         refresh=make_refresh(config, examples),
-        **_shared(config),
+        **_shared(config, grad_scaler),
         **_rule(config),
     )
     sampled = config.curvature.fisher == "sampled"
     return Method(optimizer=optimizer, curved=kfac, damping=damping, sampled=sampled)
 
 
-def _spngd(model: nn.Module, config: TrainConfig, examples: int) -> Method:
+def _spngd(
+    model: nn.Module, config: TrainConfig, examples: int, grad_scaler: Scaler
+) -> Method:
     damping = make_damping(config, examples)
     optimizer = SPNGD(
         model,
@@ -118,7 +127,7 @@ def _spngd(model: nn.Module, config: TrainConfig, examples: int) -> Method:
         average=config.optimizer.average,
         refresh=make_refresh(config, examples),
         rescale_weights=config.curvature.rescale_weights,
-        **_shared(config),
+        **_shared(config, grad_scaler),
         **_rule(config),
     )
     return Method(
@@ -129,7 +138,9 @@ def _spngd(model: nn.Module, config: TrainConfig, examples: int) -> Method:
     )
 
 
-def _polar(model: nn.Module, config: TrainConfig, examples: int) -> Method:
+def _polar(
+    model: nn.Module, config: TrainConfig, examples: int, grad_scaler: Scaler
+) -> Method:
     damping = make_damping(config, examples)
     optimizer = Polar(
         model,
@@ -138,7 +149,7 @@ def _polar(model: nn.Module, config: TrainConfig, examples: int) -> Method:
         weight_decay=config.optimizer.weight_decay,
         damping=damping,
         refresh=make_refresh(config, examples),
-        **_shared(config),
+        **_shared(config, grad_scaler),
     )
     return Method(optimizer=optimizer, curved=optimizer, damping=damping)
 
@@ -152,13 +163,14 @@ def _rule(config: TrainConfig) -> dict[str, Any]:
     return rule if c.trust is None else rule | {"trust": c.trust}
 
 
-def _shared(config: TrainConfig) -> dict[str, Any]:
+def _shared(config: TrainConfig, grad_scaler: Scaler) -> dict[str, Any]:
     """The keywords that KFAC, SPNGD and Polar have in common."""
     curvature: CurvatureConfig = config.curvature
     names = ("decay", "subsample", "largest_factor", "placement", "rest_rate", "skip")
     shared: dict[str, Any] = {name: getattr(curvature, name) for name in names}
     # Adam's usual 0.999 remembers more steps than the short runs here have.
     shared["beta2"] = min(config.optimizer.beta2, 0.95)
+    shared["grad_scaler"] = grad_scaler
     shared["comm"] = CommOptions(timeout=config.timeout)
     if curvature.strategy is not None:
         shared["strategy"] = curvature.strategy
