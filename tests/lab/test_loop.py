@@ -196,7 +196,7 @@ def test_text_of_a_folder_is_trained_on_and_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["adamw", "kfac"])
 def test_a_vision_transformer_trains(method: str, tmp_path: Path) -> None:
     recipe = find(f"digits-vit-{method}").config
-    few = replace(recipe, steps=12, threads=1, checkpoint_every=0.0, evaluate_every=99)
+    few = replace(recipe, steps=10, threads=1, checkpoint_every=0.0, evaluate_every=99)
     often = replace(few, log_every=1, schedule=ScheduleConfig())
     trainer = start(tmp_path, often)
     curved = trainer.method.curved
