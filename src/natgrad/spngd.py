@@ -1,53 +1,40 @@
 """SPNGD: scalable and practical natural gradient descent, a complete optimizer."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from natgrad import options
+from natgrad import options as o
 from natgrad.capture.unwrap import unwrap
+from natgrad.checkpoint.momentum import gather_momentum, require_momentum, worked_on
 from natgrad.checkpoint.optimizer_state import travel_with
 from natgrad.checkpoint.sharded import only_initialises
-from natgrad.distributed.communicator import CommOptions
-from natgrad.engine.auto import Profile
 from natgrad.engine.engine import Engine
+from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Adaptive, Refresh
 from natgrad.layers import Block
 from natgrad.layers.registration import require_known
 from natgrad.math import foreach
 from natgrad.math.statistics import widen
-from natgrad.options import (
-    Curvature,
-    require_choice,
-    require_number,
-    style_for,
-    trust_for,
-)
+from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy
-from natgrad.rules.lengths import kl_trust, layer_trust, rescale
-from natgrad.rules.momentum import (
-    VELOCITY,
-    averaged,
-    gather_momentum,
-    require_momentum,
-    velocity_of,
-    worked_on,
-)
-
-DEFAULT_REFRESH = Adaptive()
-Average = Literal["update", "gradient"]
+from natgrad.requiring import require_number
+from natgrad.rules.averages import VELOCITY
+from natgrad.rules.kronecker import Kronecker
+from natgrad.rules.lengths import Free
+from natgrad.rules.rule import Rule
 
 
 class SPNGD(Inspectable, Optimizer):
     """Natural gradient descent with momentum (Osawa et al. 2020, SP-NGD).
 
     ``w <- w - lr (F + damping I)^-1 gradient + momentum v``, where v is the last change
-    of w (eq. 23). Parameters without a block follow the same rule with their plain
+    of w (eq. 23). Parameters without a layer follow the same rule with their plain
     gradient. On several ranks it reduces gradients itself, to the ranks that need them,
     and all ranks begin with the parameters and buffers of rank 0; a module wrapped in
     `DistributedDataParallel` works too, but has every rank get every gradient. ::
@@ -56,122 +43,71 @@ class SPNGD(Inspectable, Optimizer):
 
     Args:
         model: the module to train.
-        lr: learning rate, > 0. LR schedulers and parameter groups can change it.
-        momentum: weight of the last change, in [0, 1). With
-            `natgrad.schedules.PolynomialDecay` it follows the learning rate (eq. 22).
-        weight_decay: times the weight, is added to the gradient before preconditioning.
-            With ``trust="layer"``, which gives a gradient another length, it is
-            decoupled instead: a step takes lr times this part of the weight away, and
-            biases, norms and parameters without a block keep theirs.
-        rescale_weights: keep the weight of linear and convolution layers at norm
-            sqrt(2 d_out) (eq. 24).
-        nesterov: look ahead: use the momentum that the next step will have.
-        average: what momentum is a running average of: the ``"update"`` (SP-NGD, eq.
-            23) or the ``"gradient"``, which is then scaled (as Muon and Adam do; the
-            average has no bias and weights that add up to 1, so that with momentum m a
-            learning rate means 1 - m of what it means for ``"update"``).
-        param_groups: groups made of ``named_parameters``, for options of their own; all
-            parameters of the model in one group by default.
-        trust: as for `KFAC`. None: ``"none"``.
-        damping_style: as for `KFAC`. None: ``"factored"``, but ``"eigen"`` for
-            ``scale="corrected"``.
+        groups: parameter groups made of ``named_parameters``, each with a learning
+            rate, momentum or weight decay of its own; by default all parameters of the
+            model in one group.
+        grad_scaler: the `torch.amp.GradScaler` in use, to undo its loss scale.
+        options: the `Options` to start from, ``SPNGD.defaults`` if not given.
 
-    As for `KFAC`: statistics, scale, whitening, basis, moments, kl_clip, rest,
-    rest_rate, beta2, damping, decay, refresh, fisher, loss, accumulation, sharing,
-    norm, norm_damping_ratio, skip, subsample, grad_scaler, strategy, placement,
-    profile, comm, group.
+    These replace the option of the same name (see `Options`): lr (required), momentum,
+    weight_decay, rule, damping, refresh, loss, strategy. LR schedulers change the
+    learning rate; with `natgrad.schedules.PolynomialDecay` momentum follows (eq. 22).
     """
+
+    defaults: ClassVar[Options] = Options(
+        rule=Kronecker(style="factored"),
+        length=Free(),
+        refresh=Adaptive(),
+        factor_decay=0.0,
+        norm="unit",
+        strategy="spngd",
+    )
 
     def __init__(
         self,
         model: nn.Module,
-        lr: float,
+        groups: Iterable[dict[str, Any]] | None = None,
         *,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        rescale_weights: bool = False,
-        nesterov: bool = False,
-        average: Average = "update",
-        param_groups: Iterable[dict[str, Any]] | None = None,
-        statistics: options.Sides = "both",
-        scale: options.Scale = "kronecker",
-        whitening: options.Whitening = "half",
-        basis: options.Basis = "exact",
-        moments: options.MovedMoments = "move",
-        trust: options.Trust | None = None,
-        kl_clip: float | None = 1e-3,
-        rest: options.Rest = "plain",
-        rest_rate: float = 1.0,
-        beta2: float = 0.95,
-        damping: options.Damping = 1e-3,
-        damping_style: options.DampingStyle | None = None,
-        decay: float = 0.0,
-        refresh: Refresh = DEFAULT_REFRESH,
-        fisher: options.Fisher = "empirical",
-        loss: options.Loss = "mean",
-        accumulation: options.Accumulation = "mean",
-        sharing: options.Sharing = "expand",
-        norm: options.Norm = "unit",
-        norm_damping_ratio: float = 1.0,
-        skip: Collection[str] = (),
-        subsample: int | None = 1,
+        lr: float | NotGiven = NOT_GIVEN,
+        momentum: float | NotGiven = NOT_GIVEN,
+        weight_decay: float | NotGiven = NOT_GIVEN,
+        rule: Rule | NotGiven = NOT_GIVEN,
+        damping: o.Damping | NotGiven = NOT_GIVEN,
+        refresh: Refresh | NotGiven = NOT_GIVEN,
+        loss: o.Loss | NotGiven = NOT_GIVEN,
+        strategy: str | Strategy | NotGiven = NOT_GIVEN,
         grad_scaler: torch.amp.GradScaler | None = None,
-        strategy: str | Strategy = "spngd",
-        placement: str = "longest_first",
-        profile: Profile | None = None,
-        comm: CommOptions | None = None,
-        group: Any = None,
+        options: Options | NotGiven = NOT_GIVEN,
     ) -> None:
-        require_number("lr", lr, "a number > 0", above=0.0)
-        require_choice("average", average, get_args(Average))
-        curvature = Curvature(
-            statistics=statistics,
-            scale=scale,
-            whitening=whitening,
-            basis=basis,
-            moments=moments,
-            trust=trust_for(trust, scale, "none"),
-            kl_clip=kl_clip,
-            rest=rest,
-            rest_rate=rest_rate,
-            beta2=beta2,
+        chosen = given(
+            self.defaults if isinstance(options, NotGiven) else options,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            rule=rule,
             damping=damping,
-            damping_style=style_for(damping_style, scale, statistics, "factored"),
-            decay=decay,
             refresh=refresh,
-            fisher=fisher,
             loss=loss,
-            accumulation=accumulation,
-            sharing=sharing,
-            norm=norm,
-            norm_damping_ratio=norm_damping_ratio,
-            skip=skip,
-            subsample=subsample,
-        )
-        self.rescale_weights = rescale_weights
-        self.nesterov = nesterov
-        self.average = average
-        plain, _ = unwrap(model)
-        groups = param_groups or [{"params": list(plain.named_parameters())}]
-        rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        Optimizer.__init__(self, groups, rates)
-        for each in self.param_groups:
-            momentum, decay = each["momentum"], each["weight_decay"]
-            require_number("momentum", momentum, "in [0, 1)", low=0.0, below=1.0)
-            require_number("weight_decay", decay, "a number >= 0", low=0.0)
-        self.engine: Engine = Engine(
-            model,
-            curvature,
             strategy=strategy,
-            placement=placement,
-            profile=profile,
-            comm=comm or CommOptions(),
-            group=group,
-            grad_scaler=grad_scaler,
         )
+        if chosen.lr is None:
+            raise TypeError(f"{type(self).__name__} needs a learning rate: lr=...")
+        plain, _ = unwrap(model)
+        rates = {
+            "lr": chosen.lr,
+            "momentum": chosen.momentum,
+            "weight_decay": chosen.weight_decay,
+        }
+        named = [{"params": list(plain.named_parameters())}]
+        Optimizer.__init__(self, groups or named, rates)
+        for each in self.param_groups:
+            value, decay = each["momentum"], each["weight_decay"]
+            require_number("momentum", value, "in [0, 1)", low=0.0, below=1.0)
+            require_number("weight_decay", decay, "a number >= 0", low=0.0)
+        self.engine: Engine = Engine(model, chosen, grad_scaler=grad_scaler)
         with self.engine.closing_on_error():
             self._group_of()  # raises if a block is in no group
-        check = partial(require_momentum, self, self.engine, average == "gradient")
+        check = partial(require_momentum, self, self.engine)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
 
@@ -187,38 +123,58 @@ class SPNGD(Inspectable, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        engine = self.engine
-        if only_initialises(engine, self.param_groups):
-            for p in worked_on(engine, mine=True):
-                self._velocity(p)
+        if only_initialises(self.engine, self.param_groups):
+            for p in worked_on(self.engine, mine=True):
+                self.engine.options.average.velocity(self.state, p)
             return value
-        with engine.attempt():
-            require_known(engine.model, engine.blocks)
-            captured, sums = engine.reduce_statistics()
-            gradients = engine.reduce_gradients()
-            verdict = engine.agree(captured)
-            if not verdict.finite:
-                engine.skip_step()
-                return value
-            engine.refresh(sums, verdict)
-            gradients = self._decayed(verdict.among(gradients))
-            directions = self._averaged(gradients)
-            updates = engine.precondition(directions, gradients)
-            updates = self._trusted(directions, updates, gradients)
-            mine = [engine.block[name] for name in updates]
-            before = self._before(mine)
-            with engine.meter("update"):
-                self._update(mine, updates)
-            self._share_weights(mine, verdict.present, before)
-            # what a gather brought grows stale where this rank does not work
-            for p in worked_on(engine, mine=False):
-                self.state.pop(p, None)
-            engine.end()
+        self.engine.run(self)
         return value
+
+    def begin(self) -> None:
+        """What must hold before a step."""
+        require_known(self.engine.model, self.engine.blocks)
+
+    def directions(self, gradients: dict[str, Tensor]) -> Directions:
+        """Gradients with coupled weight decay, and what momentum makes of them."""
+        gradients = self._decayed(gradients)
+        average, averages = self.engine.options.average, dict[int, Tensor]()
+        if not average.keeps_mass:
+            return Directions(directions=gradients, gradients=gradients)
+        for group, params, grads in self._by_group(gradients):
+            m = float(group["momentum"])
+            found = average.directions(self.state, params, grads, m)
+            averages |= {id(p): x for p, x in zip(params, found, strict=True)}
+        blocks = {name: self.engine.block[name] for name in gradients}
+        directions = {
+            name: block.fold([averages[id(p)] for p in block.parameters])
+            for name, block in blocks.items()
+        }
+        return Directions(directions=directions, gradients=gradients)
+
+    def learning_rate(self) -> float:
+        """The largest of any group, for the KL clip."""
+        return max(float(group["lr"]) for group in self.param_groups)
+
+    def write(self, found: Updates) -> None:
+        """Move the weights that this rank works on, and get the others."""
+        engine, updates = self.engine, found.updates
+        if found.clip is not None:
+            kind = {name: engine.block[name].kind for name in updates}
+            updates = {
+                n: u if kind[n] is None else u * found.clip for n, u in updates.items()
+            }
+        mine = [engine.block[name] for name in updates]
+        before = self._before(mine)
+        with engine.meter("update"):
+            self._update(mine, updates)
+        self._share_weights(mine, found.present, before)
+        # what a gather brought grows stale where this rank does not work
+        for p in worked_on(engine, mine=False):
+            self.state.pop(p, None)
 
     def _decayed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gradients with the weight decay of their group, unless it is decoupled."""
-        if self.engine.config.trust == "layer":
+        if not self.engine.options.decay.coupled:
             return gradients
         group_of = self._group_of()
         for name, g in gradients.items():
@@ -229,46 +185,16 @@ class SPNGD(Inspectable, Optimizer):
                 gradients[name] = g + block.fold([d * p for d, p in pairs])
         return gradients
 
-    def _averaged(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """With ``average="gradient"``, the running averages, without their bias."""
-        if self.average == "update":
-            return gradients
-        averages: dict[int, Tensor] = {}
-        for group, params, grads in self._by_group(gradients):
-            m = float(group["momentum"])
-            found = averaged(self.state, params, grads, m, self.nesterov)
-            averages |= {id(p): x for p, x in zip(params, found, strict=True)}
-        return {
-            name: block.fold([averages[id(p)] for p in block.parameters])
-            for name, block in ((name, self.engine.block[name]) for name in gradients)
-        }
-
-    def _trusted(
-        self,
-        directions: dict[str, Tensor],
-        updates: dict[str, Tensor],
-        gradients: dict[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """Updates at the length that the chosen trust gives them."""
-        updates = layer_trust(self.engine, updates, gradients)
-        lr = max(float(group["lr"]) for group in self.param_groups)
-        nu = kl_trust(self.engine, directions, updates, lr)
-        if nu is None:
-            return updates
-        kind = {name: self.engine.block[name].kind for name in updates}
-        return {n: u if kind[n] is None else u * nu for n, u in updates.items()}
-
     def _update(self, blocks: list[Block], updates: dict[str, Tensor]) -> None:
         """eq. 23 and 24 for the blocks that this rank works on, a group at a time."""
-        if self.engine.config.trust == "layer":
+        options = self.engine.options
+        if not options.decay.coupled:
             self._shrink(blocks)
         for group, params, changes in self._by_group(updates):
-            if self.average == "gradient":
-                foreach.add_(params, changes, -group["lr"])
-            else:
-                self._move(group, params, changes)
-        if self.rescale_weights:
-            self._rescale([b for b in blocks if b.kind is not None and b.kind.rescaled])
+            lr, momentum = group["lr"], group["momentum"]
+            options.average.move(self.state, params, changes, lr, momentum)
+        for weight, change in options.decay.rescaled(blocks):
+            options.average.follow(self.state, weight, change)
 
     def _shrink(self, blocks: list[Block]) -> None:
         """Decoupled decay, of weights that have factors."""
@@ -292,27 +218,6 @@ class SPNGD(Inspectable, Optimizer):
             pairs = by_group.get(id(group), [])
             if pairs:
                 yield group, [p for p, _ in pairs], [x for _, x in pairs]
-
-    def _move(
-        self, group: dict[str, Any], params: list[Tensor], updates: list[Tensor]
-    ) -> None:
-        velocity = [self._velocity(p) for p in params]
-        foreach.scale_(velocity, group["momentum"])
-        foreach.add_(velocity, updates, -group["lr"])
-        if self.nesterov:
-            foreach.add_(params, velocity, group["momentum"])
-            foreach.add_(params, updates, -group["lr"])
-        else:
-            foreach.add_(params, velocity)
-
-    def _velocity(self, p: Tensor) -> Tensor:
-        return velocity_of(self.state, p, self.average == "gradient")
-
-    def _rescale(self, blocks: list[Block]) -> None:
-        """eq. 24; the rescaling is part of the last change of w, if that is kept."""
-        changes = rescale(blocks)
-        if changes and self.average == "update":
-            foreach.add_([self._velocity(b.parameters[0]) for b in blocks], changes)
 
     def _before(self, mine: list[Block]) -> dict[int, Tensor] | None:
         """The weights that this rank will change, if only changes are to be shared."""
@@ -355,7 +260,7 @@ class SPNGD(Inspectable, Optimizer):
         self._gather_velocity()
 
     def _gather_velocity(self) -> None:
-        gather_momentum(self.state, self.engine, self.average == "gradient")
+        gather_momentum(self.state, self.engine, self.engine.options.average)
 
     def _group_of(self) -> dict[int, dict[str, Any]]:
         groups = {id(p): g for g in self.param_groups for p in g["params"]}

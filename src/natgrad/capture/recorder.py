@@ -38,7 +38,7 @@ from natgrad.capture.autograd import Sentinel, accumulates, backward_id
 from natgrad.capture.hooks import Hooks, batch_size
 from natgrad.diagnostics.timer import Meter
 from natgrad.layers import Block, Observed
-from natgrad.options import require_count
+from natgrad.requiring import require_count
 
 Rows = slice | EllipsisType
 POSITION_KINDS = ("A",)

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 def save(engine: "Engine") -> dict[str, Any]:
     """All that does not depend on how the ranks share it."""
-    statistics, config = engine.statistics, engine.config
+    statistics = engine.statistics
     states, account = statistics.states.values(), statistics.account
     return {
-        **saved_state.save(states, engine.step, config.damping_style),
-        "form": config.form,
+        **saved_state.save(states, engine.step),
+        "rule": engine.options.rule.spec(),
         "moments": engine.moments.save(),
         "budget": None if account is None else account.state_dict(),
         "skipped_steps": engine.skipped_steps,
@@ -25,14 +25,12 @@ def save(engine: "Engine") -> dict[str, Any]:
 
 def load(engine: "Engine", state: Mapping[str, Any]) -> None:
     """Take over what `save` returned, after `checking.require_state`."""
-    statistics, style = engine.statistics, engine.config.damping_style
+    statistics = engine.statistics
     dtypes = {widen(p).dtype for b in engine.blocks for p in b.parameters}
     # of a model with several, each layer goes on with what it was saved with
     dtype = engine.like.dtype if len(dtypes) == 1 else None
     moments = engine.moments.loaded(state["moments"], engine.blocks, dtype)
-    statistics.step = saved_state.load(
-        statistics.states, state, engine.like, style, dtype
-    )
+    statistics.step = saved_state.load(statistics.states, state, engine.like, dtype)
     engine.moments.states = moments
     # older states do not say
     engine.skipped_steps = int(state.get("skipped_steps", 0))

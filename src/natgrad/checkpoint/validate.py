@@ -30,8 +30,7 @@ def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
     # before the keys, which other versions have others of
     require("version", state["version"], VERSION)
     _require_keys("state", state, ("step", "statistics", "calls", "moments"))
-    require("damping_style", state.get("damping_style"), engine.config.damping_style)
-    require("form", state.get("form"), engine.config.form)
+    _require_rule(state.get("rule"), engine.options.rule.spec())
     saved = state.get("part")
     if saved is not None and not (isinstance(saved, list | tuple) and len(saved) == 3):
         _refuse("part", saved, "None, or a rank, the number of ranks and a plan")
@@ -46,6 +45,12 @@ def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
         if name in engine.statistics.states:
             _require_statistic(engine, name, entry)
     _require_budget(state.get("budget"))
+
+
+def _require_rule(saved: Any, here: Mapping[str, Any]) -> None:
+    """The factors are prepared for one rule, and its moments are in its bases."""
+    if saved != here:
+        _refuse("rule", saved, f"{here!r}, the rule of this optimizer")
 
 
 def _require_ours(state: Any) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a step that `KFAC` and `SPNGD` share, in the order a step runs them."""
+"""The protocol of a step: `Engine.run` is its order, for every optimizer."""
 
 import warnings
 from collections.abc import Callable, Generator
@@ -19,15 +19,14 @@ from natgrad.diagnostics.probe import Probe
 from natgrad.diagnostics.timer import Meter, metered
 from natgrad.distributed.communicator import (
     CommError,
-    CommOptions,
     Communicator,
     world_of,
 )
 from natgrad.distributed.overlap import Outbox
 from natgrad.distributed.replicate import make_alike
 from natgrad.engine.agreement import Verdict, gradient_norm, reach_verdict
-from natgrad.engine.auto import Profile
 from natgrad.engine.planning import Planning
+from natgrad.engine.step import Directions, Update, Updates
 from natgrad.factors.statistics import Refreshed, Statistics
 from natgrad.layers.registration import (
     register,
@@ -35,8 +34,9 @@ from natgrad.layers.registration import (
     statistics_like,
     warn_silent,
 )
-from natgrad.options import Curvature
-from natgrad.plan import Plan, Strategy
+from natgrad.options import Options
+from natgrad.plan import Plan
+from natgrad.rules.lengths import Sight
 from natgrad.rules.preconditioner import Preconditioner
 
 
@@ -45,46 +45,36 @@ class Engine:
 
     ``trained`` are the ids of the parameters to precondition, if not all.
 
-    A step is `reduce_statistics`, `reduce_gradients`, `agree`, `refresh`,
-    `precondition`, `share`, `end`; or `skip_step` after `agree`.
+    A step is `run`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        config: Curvature,
+        options: Options,
         *,
-        strategy: str | Strategy,
-        placement: str,
-        comm: CommOptions,
-        group: Any,
         grad_scaler: torch.amp.GradScaler | None,
-        profile: Profile | None = None,
         trained: frozenset[int] | None = None,
     ) -> None:
-        self.config = config
+        self.options = options
+        group = options.group
         self.skipped_steps = 0
         self.closed = False
         self.gathered = self._warned = False
         self.probe: Probe | None = None
         self._reduced: list[Tensor] = []
         self.before_replan: list[Callable[[], None]] = []
-        self._comm_options, self._group = comm, group
         self.model, ddp = unwrap(model)
-        self.blocks = register(self.model, config, trained)
+        self.blocks = register(self.model, options, trained)
         require_unwatched(self.blocks)
         self.block = {b.name: b for b in self.blocks}
         self.like = statistics_like(self.blocks)
         self._planning = Planning(
             self.model,
             self.blocks,
-            config,
-            strategy=strategy,
-            placement=placement,
+            options,
             ddp=ddp,
-            profile=profile,
             device=self.like.device,
-            group=group,
         )
         self.auto = self._planning.auto
         self.own_gradients = not ddp and world_of(group) > 1
@@ -99,7 +89,7 @@ class Engine:
             make_alike(self.model, self.comm)
         self.meter = Meter(self.like.device)
         self.statistics = Statistics(
-            self.blocks, config, self.plan, self.comm, self.like, self.meter
+            self.blocks, options, self.plan, self.comm, self.like, self.meter
         )
         self.statistics.seconds = {} if self._planning.measures else None
         self.preconditioner = Preconditioner(self.statistics)
@@ -107,9 +97,9 @@ class Engine:
         self.capture = Capture(
             self.model,
             self.blocks,
-            loss=config.loss,
-            sampled=config.fisher == "sampled",
-            subsample=config.subsample,
+            loss=options.loss,
+            sampled=options.fisher == "sampled",
+            subsample=options.subsample,
             world=self.comm.world,
             grad_scaler=grad_scaler,
             meter=self.meter,
@@ -123,9 +113,10 @@ class Engine:
         self.begin()
 
     def _connect(self, plan: Plan) -> Communicator:
-        print_of = self.config.fingerprint()
-        options, group = self._comm_options, self._group
-        return Communicator(plan, options, group, fingerprint=print_of)
+        options = self.options
+        return Communicator(
+            plan, options.comm, options.group, fingerprint=options.fingerprint()
+        )
 
     def _open_outbox(self) -> Outbox:
         blocks = self.blocks if self.own_gradients else None
@@ -137,6 +128,28 @@ class Engine:
         return self.statistics.step
 
     # -- the step, in order -----------------------------------------------------------
+
+    def run(self, update: Update) -> bool:
+        """One step; False if it was skipped, because a gradient is not finite.
+
+        What an optimizer does with gradients before the rules, and with updates after
+        them, is its `Update`; all else is the same for every optimizer.
+        """
+        with self.attempt():
+            update.begin()
+            captured, sums = self.reduce_statistics()
+            gradients = self.reduce_gradients()
+            verdict = self.agree(captured)
+            if not verdict.finite:
+                self.skip_step()
+                return False
+            self.refresh(sums, verdict)
+            given = update.directions(verdict.among(gradients))
+            updates = self.precondition(given)
+            found = self.measured(updates, given, update.learning_rate(), verdict)
+            update.write(found)
+            self.end()
+        return True
 
     def begin(self) -> None:
         """Tell the hooks what the coming step estimates and sends."""
@@ -190,18 +203,37 @@ class Engine:
         self.statistics.refresh(sums, verdict)
         self.preconditioner.follow(old)
 
-    def precondition(
-        self, directions: dict[str, Tensor], gradients: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Natural gradients, or what the chosen rule makes of the directions.
-
-        ``directions`` are the gradients or averages of them; see `Preconditioner`.
-        """
-        blocks = [self.block[name] for name in directions]
-        updates = self.preconditioner(blocks, directions, gradients)
+    def precondition(self, given: Directions) -> dict[str, Tensor]:
+        """What the rules make of the directions."""
+        blocks = [self.block[name] for name in given.directions]
+        updates = self.preconditioner(blocks, given.directions, given.gradients)
         if self.probe is not None:
-            self.probe.note(directions, updates)
+            self.probe.note(given.directions, updates)
         return updates
+
+    def measured(
+        self,
+        updates: dict[str, Tensor],
+        given: Directions,
+        lr: float,
+        verdict: Verdict,
+    ) -> Updates:
+        """Updates at the length that is wanted."""
+        rank, workers = self.comm.rank, self.plan.workers
+        sight = Sight(
+            blocks=self.block,
+            directions=given.directions,
+            gradients=given.gradients,
+            like=self.like,
+            lr=lr,
+            # several ranks may work on a block: the first counts it
+            first=frozenset(name for name in updates if workers[name][0] == rank),
+            total=self.comm.agree,
+        )
+        length = self.options.the_length
+        updates = length.scaled(updates, sight)
+        clip = length.clip(updates, sight)
+        return Updates(updates=updates, clip=clip, present=verdict.present)
 
     def share(
         self, values: dict[str, Tensor], present: frozenset[str]
@@ -228,7 +260,7 @@ class Engine:
     def end(self) -> None:
         """Count the step and tell the hooks what the next one estimates."""
         if self.step == 0:
-            warn_silent(self.blocks, self.capture.fired, self.config)
+            warn_silent(self.blocks, self.capture.fired, self.options)
         if self.probe is not None:
             self.probe.finish()
         self.statistics.step += 1
@@ -260,12 +292,12 @@ class Engine:
         self, outputs: Tensor, likelihood: str, targets: Tensor | None
     ) -> None:
         """Backward of labels drawn from the model; gradients stay as they are."""
-        if self.config.fisher != "sampled":
+        if self.options.fisher != "sampled":
             raise RuntimeError(
                 "sampled_backward needs fisher='sampled'; this one was made with "
-                f"fisher={self.config.fisher!r}."
+                f"fisher={self.options.fisher!r}."
             )
-        loss = sampled_loss(outputs, likelihood, targets, self.config.loss)
+        loss = sampled_loss(outputs, likelihood, targets, self.options.loss)
         if self.capture.due:
             with self.meter("sampled"), self.capture.sampling():
                 differentiate(loss, self.blocks)

@@ -30,9 +30,10 @@ from natgrad.math.inverse import (
 from natgrad.math.packing import flatten, unflatten
 from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.staleness import is_similar
-from natgrad.options import Curvature
+from natgrad.options import Options
 from natgrad.plan import Plan
 from natgrad.plan.cost import CostModel
+from natgrad.rules.rule import Rule
 
 MAX_FAILURES = 3
 Findings = dict[str, Inverse | InverseError]
@@ -57,13 +58,13 @@ class Statistics:
     def __init__(
         self,
         blocks: Iterable[Block],
-        config: Curvature,
+        options: Options,
         plan: Plan,
         comm: Communicator,
         like: Tensor,
         meter: Meter,
     ) -> None:
-        self.config, self.plan, self.comm, self.like = config, plan, comm, like
+        self.options, self.plan, self.comm, self.like = options, plan, comm, like
         self.block = {b.name: b for b in blocks}
         self.states = {
             s.name: StatisticState(spec=s)
@@ -74,7 +75,7 @@ class Statistics:
         self.seconds: dict[str, float] | None = None
         self.meter = meter
         self._cost_model = CostModel(inverse=plan.inverse)
-        self.account = config.refresh.open_account(list(self.states), meter)
+        self.account = options.refresh.open_account(list(self.states), meter)
         self.changes: dict[str, Tensor] | None = None if self.account is None else {}
         self.last = Refreshed()
 
@@ -111,14 +112,14 @@ class Statistics:
 
     def _require_schedules(self) -> None:
         """Raise on a schedule's illegal value before anything has changed."""
-        self.config.damping_at(self.step)
-        self.config.refresh.after_statistic(self.step, Timing())
-        self.config.refresh.after_inverse(self.step, Timing())
+        self.options.damping_at(self.step)
+        self.options.refresh.after_statistic(self.step, Timing())
+        self.options.refresh.after_inverse(self.step, Timing())
 
     def damping_of(self, block: Block) -> float:
         """Lambda of a block at this step."""
-        ratio = self.config.norm_damping_ratio if block.is_norm else 1.0
-        return ratio * self.config.damping_at(self.step)
+        ratio = self.options.norm_damping_ratio if block.is_norm else 1.0
+        return ratio * self.options.damping_at(self.step)
 
     def factor_damping(self, s: StatisticState) -> float:
         """What is added to one factor, in the chosen damping style.
@@ -128,7 +129,7 @@ class Statistics:
         """
         block = self.block[s.spec.block]
         damping = self.damping_of(block)
-        if self.config.damping_style == "relative":
+        if block.rule.style == "relative":
             return damping * (s.mean_eigenvalue or 1.0)
         if len(block.spec.statistics) == 1:
             return damping
@@ -142,8 +143,8 @@ class Statistics:
         The losses of k micro-batches that were divided by k scale G by 1 / k^2. Those
         of sampled labels are never divided.
         """
-        config, k = self.config, verdict.forwards
-        divided = config.accumulation == "mean" and config.fisher == "empirical"
+        options, k = self.options, verdict.forwards
+        divided = options.accumulation == "mean" and options.fisher == "empirical"
         undone = k * k if divided and s.spec.kind not in POSITION_KINDS else 1
         return undone / verdict.counts[s.spec.name]
 
@@ -155,13 +156,16 @@ class Statistics:
     def _owns(self, s: StatisticState) -> bool:
         return self.plan.owners[s.spec.name] == self.comm.rank
 
+    def _rule(self, s: StatisticState) -> Rule:
+        return self.block[s.spec.block].rule
+
     def is_eigen(self, s: StatisticState) -> bool:
         """Whether its inverse is kept as an eigendecomposition."""
-        return s.spec.kind in ("A", "G") and self.config.form == "eigen"
+        return s.spec.kind in ("A", "G") and self._rule(s).form == "eigen"
 
     def is_root(self, s: StatisticState) -> bool:
         """Whether a root of its inverse is kept: an upper triangular W."""
-        return s.spec.kind in ("A", "G") and self.config.form == "root"
+        return s.spec.kind in ("A", "G") and self._rule(s).form == "root"
 
     def _estimate(
         self, due: list[StatisticState], sums: dict[str, Tensor], verdict: Verdict
@@ -174,7 +178,7 @@ class Statistics:
                 continue
             usable.append(s)
             # The first estimate starts the average.
-            old = self.config.decay if s.estimated else 0.0
+            old = self.options.factor_decay if s.estimated else 0.0
             scale = self._scale(s, verdict) / (s.spec.stack * s.spec.size)
             mean = verdict.traces[s.spec.name] * scale
             s.mean_eigenvalue = old * s.mean_eigenvalue + (1 - old) * mean
@@ -197,14 +201,14 @@ class Statistics:
         """How much each average is about to change (Osawa et al. 2019, eq. 19)."""
         for s in mine:
             if s.average is not None:
-                old, weight = s.average, 1 - self.config.decay
+                old, weight = s.average, 1 - self.options.factor_decay
                 moved = weight * _norm(sums[s.spec.name] - old, s)
                 changes[s.spec.name] = rate = change_rate(moved, _norm(old, s))
                 if self.account is not None:
                     self.account.note_change(s.spec.name, rate)
 
     def _average(self, mine: list[StatisticState], sums: dict[str, Tensor]) -> None:
-        decay = self.config.decay
+        decay = self.options.factor_decay
         running = [s for s in mine if s.estimated and decay and s.average is not None]
         averages = [s.average for s in running if s.average is not None]
         if averages:
@@ -233,8 +237,9 @@ class Statistics:
         moments = [s for s in mine if s.spec.kind == "S"]
         kept = {s.spec.name for s in (*eigen, *roots, *moments)}
         plain = [s for s in mine if s.spec.name not in kept]
-        tracked = self.config.basis == "tracked"
-        earlier = [s.inverse if tracked else None for s in eigen]
+        earlier = [
+            s.inverse if self._rule(s).basis == "tracked" else None for s in eigen
+        ]
         bases = eigendecompositions([self.dense(s) for s in eigen], earlier)
         findings: Findings = dict(zip((s.spec.name for s in eigen), bases, strict=True))
         findings |= {s.spec.name: (self.dense(s).clone(),) for s in moments}
@@ -274,7 +279,7 @@ class Statistics:
 
     def _judge(self, findings: Findings) -> dict[str, int]:
         """The next interval of each new inverse, from it and the two before it."""
-        refresh, tolerance = self.config.refresh, self.config.refresh.tolerance
+        refresh, tolerance = self.options.refresh, self.options.refresh.tolerance
         found = {n: x for n, x in findings.items() if not isinstance(x, InverseError)}
         states = [self.states[name] for name in found]
         if tolerance is None:
@@ -338,7 +343,7 @@ class Statistics:
         self, estimated: list[StatisticState], inverted: list[StatisticState]
     ) -> None:
         """Set when each statistic is due next; forget averages nobody will need."""
-        refresh, fresh = self.config.refresh, {s.spec.name for s in estimated}
+        refresh, fresh = self.options.refresh, {s.spec.name for s in estimated}
         names = tuple(s.spec.name for s in inverted)
         self.last = Refreshed(estimated=tuple(sorted(fresh)), inverted=names)
         for s in inverted:
@@ -354,7 +359,7 @@ class Statistics:
                 s.timing.skipped += 1
         for s in inverted:
             replaced = s.timing.statistics_at <= s.timing.inverses_at
-            if self.config.decay == 0.0 and replaced and not s.failures:
+            if self.options.factor_decay == 0.0 and replaced and not s.failures:
                 s.average = s.average if self.changes is not None else None
                 s.estimated = False
         self._allot()

@@ -10,6 +10,8 @@ from natgrad.layers.kind import LayerKind, LayerOptions, optional_parameter
 from natgrad.layers.table import is_norm, kind_of
 from natgrad.math.statistics import widen
 from natgrad.plan.spec import BlockSpec
+from natgrad.rules.fallbacks import Plain
+from natgrad.rules.rule import Rule
 
 FOREIGN = "not the optimizer's"
 
@@ -27,6 +29,7 @@ class Block:
         note: what a user should know of this block, for the report.
         is_foreign: whether another optimizer has it, so that no rule may change it.
         is_table: whether an input chooses a column of the weight (an embedding).
+        rule: what turns its gradient into an update.
     """
 
     spec: BlockSpec
@@ -37,6 +40,7 @@ class Block:
     note: str = ""
     is_foreign: bool = False
     is_table: bool = False
+    rule: Rule = field(default_factory=Plain)
 
     @property
     def name(self) -> str:

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.layers import Block, find_blocks
-from natgrad.options import Curvature
+from natgrad.options import Options
+from natgrad.rules.fallbacks import Plain
+from natgrad.rules.kronecker import Kronecker
+from natgrad.rules.rule import Rule
 
 
 def register(
-    model: nn.Module, config: Curvature, trained: frozenset[int] | None = None
+    model: nn.Module, options: Options, trained: frozenset[int] | None = None
 ) -> list[Block]:
     """A model's blocks; raises if there is nothing to precondition.
 
@@ -19,12 +22,12 @@ def register(
     _require_whole(model)
     blocks = find_blocks(
         model,
-        norm=config.norm,
-        sharing=config.sharing,
-        loss=config.loss,
-        statistics=config.statistics,
-        corrected=config.scale == "corrected",
-        skip=config.skip,
+        norm=options.norm,
+        sharing=options.sharing,
+        loss=options.loss,
+        statistics=options.rule.sides,
+        corrected=options.rule.corrects,
+        skip=options.skip,
         trained=trained,
     )
     if not any(True for _ in model.parameters()):
@@ -40,7 +43,22 @@ def register(
             f"{type(model).__name__} has no trainable layer of a known kind among "
             f"{', '.join(kinds)}. natgrad.register_layer(type, kind) adds one."
         )
+    for block in blocks:
+        block.rule = rule_for(block, options)
     return blocks
+
+
+def rule_for(block: Block, options: Options) -> Rule:
+    """The rule of a block: by whether it has two-sided factors, others, or none."""
+    if block.is_foreign:
+        return Plain()
+    if block.kind is None:
+        return options.fallback
+    if block.is_factored:
+        return options.rule
+    # A normalisation layer's one statistic is inverted as it is.
+    style = "relative" if options.rule.style == "relative" else "factored"
+    return Kronecker(style=style)
 
 
 def statistics_like(blocks: list[Block]) -> Tensor:
@@ -55,7 +73,7 @@ def shape_of(block: Block) -> tuple[int, int, int]:
     return block.spec.stack, block.spec.rows, block.spec.cols
 
 
-def warn_silent(blocks: list[Block], fired: set[str], config: Curvature) -> None:
+def warn_silent(blocks: list[Block], fired: set[str], options: Options) -> None:
     """Warn of layers whose hooks have not fired by the end of the first step."""
     silent = [
         b.name
@@ -65,7 +83,7 @@ def warn_silent(blocks: list[Block], fired: set[str], config: Curvature) -> None
     if not silent:
         return
     remedy = "Was the model called in training mode"
-    if config.fisher == "sampled":
+    if options.fisher == "sampled":
         remedy += ", and sampled_backward(outputs) before loss.backward()"
     warnings.warn(
         f"natgrad saw no forward and backward of {', '.join(silent)}: gradients are "

@@ -1,13 +1,7 @@
-"""Momentum of `SPNGD`: kept of each parameter by the ranks that update it.
-
-A rank keeps the *velocity*: the last change of a parameter, or the running average of
-its gradients. Beside an average it keeps its *mass*: the sum of the weights that the
-gradients have in it, which a parameter has its own of, because it may get its first
-gradient late, and because momentum may change.
-"""
+"""Momentum of `SPNGD` and `Polar` between ranks and in saved states."""
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,57 +9,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from natgrad.checkpoint.optimizer_state import require_setting
-from natgrad.math import foreach
-from natgrad.math.statistics import widen
+from natgrad.rules.averages import MASS, VELOCITY, Average, State
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
 
-VELOCITY, MASS = "velocity", "mass"
-State = MutableMapping[Tensor, dict[str, Any]]
 
-
-def velocity_of(state: State, p: Tensor, averages: bool) -> Tensor:
-    """That of a parameter, at first zero; in float32 or better."""
-    entry = state[p]
-    if VELOCITY not in entry:
-        entry[VELOCITY] = torch.zeros_like(widen(p))
-        if averages:
-            entry[MASS] = 0.0
-    return entry[VELOCITY]
-
-
-def averaged(
-    state: State,
-    params: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    momentum: float,
-    nesterov: bool,
-) -> list[Tensor]:
-    """Add gradients to their running averages; returns those, without bias."""
-    m, velocity = momentum, [velocity_of(state, p, True) for p in params]
-    foreach.scale_(velocity, m)
-    foreach.add_(velocity, gradients, 1 - m)
-    for p in params:
-        state[p][MASS] = m * state[p][MASS] + 1 - m
-    masses = [state[p][MASS] for p in params]
-    if nesterov:
-        velocity = foreach.scaled(velocity, m)
-        foreach.add_(velocity, gradients, 1 - m)
-        masses = [m * mass + 1 - m for mass in masses]
-    return foreach.divided(velocity, masses)
-
-
-def gather_momentum(state: State, engine: "Engine", averages: bool) -> None:
+def gather_momentum(state: State, engine: "Engine", average: Average) -> None:
     """Collective: every rank gets the momentum of all parameters."""
     comm = engine.comm
     if comm.world == 1:
         return
     sources = list(_first_workers(engine))
     for p, source in sources:
-        velocity = velocity_of(state, p, averages).contiguous()
+        velocity = average.velocity(state, p).contiguous()
         state[p][VELOCITY] = comm.broadcast(velocity, source)
-    if averages:
+    if average.keeps_mass:
         held = [state[p][MASS] if r == comm.rank else 0.0 for p, r in sources]
         masses = comm.agree(engine.like.new_tensor(held, dtype=torch.float64))
         for (p, _), mass in zip(sources, masses.tolist(), strict=True):
@@ -86,13 +45,13 @@ def worked_on(engine: "Engine", mine: bool) -> list[Tensor]:
 
 
 def require_momentum(
-    optimizer: Optimizer, engine: "Engine", averages: bool, state: Mapping[str, Any]
+    optimizer: Optimizer, engine: "Engine", state: Mapping[str, Any]
 ) -> None:
     """Raise unless the groups and the momentum that `SPNGD` saved can be gone on with.
 
     A rank needs the momentum only of what it works on; of the rest there may be none.
-    ``averages``: whether it averages gradients.
     """
+    averages = engine.options.average.keeps_mass
     idle = {id(p) for p in worked_on(engine, mine=False)}
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         require_setting(saved, "momentum", 1.0)
@@ -111,7 +70,7 @@ def require_momentum(
                 raise ValueError(
                     f"Invalid mass={mass!r} of parameter {number} in the saved "
                     "optimizer state. Must be a number in [0, 1], as saved with "
-                    "average='gradient'."
+                    "AverageGradients()."
                 )
 
 

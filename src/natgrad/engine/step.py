@@ -1,0 +1,54 @@
+"""What one stage of a step hands on to the next, and what an optimizer adds to it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Directions:
+    """What the rules are given, ``(s, m, n)`` by block name.
+
+    Attributes:
+        directions: what they scale: gradients, or running averages of them.
+        gradients: this step's gradients, as the optimizer wants them to count.
+    """
+
+    directions: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """What came of the rules, on this rank.
+
+    Attributes:
+        updates: ``(s, m, n)`` by block name, at their own lengths.
+        clip: a factor for the updates of all layers; None for 1.
+        present: names of the blocks that have a gradient on some rank.
+    """
+
+    updates: dict[str, Tensor]
+    clip: Tensor | None
+    present: frozenset[str]
+
+
+class Update(Protocol):
+    """What `KFAC`, `SPNGD` and `Polar` add to `natgrad.engine.engine.Engine.run`."""
+
+    def begin(self) -> None:
+        """Raise unless a step may begin."""
+        ...
+
+    def directions(self, gradients: dict[str, Tensor]) -> Directions:
+        """From the mean gradients of the blocks that this rank works on."""
+        ...
+
+    def learning_rate(self) -> float:
+        """The largest, which the KL clip knows the step by."""
+        ...
+
+    def write(self, found: Updates) -> None:
+        """Give the updates to all ranks and write them, to weights or gradients."""
+        ...
