@@ -75,7 +75,8 @@ class Options:
         refresh: when statistics are estimated and inverted: `Every`, `Scheduled`,
             `Adaptive` or `Budget`.
         factor_decay: weight of the old value in the running average of a statistic, in
-            [0, 1). 0 keeps only the newest estimate.
+            [0, 1]. 0 keeps only the newest estimate; 1 forgets nothing, which makes it
+            a sum instead of an average (Shampoo).
         fisher: ``"empirical"`` uses the gradients of the training loss;
             ``"sampled"`` uses labels drawn from the model (`sampled_backward`).
         loss: what the loss does over its terms: ``"mean"`` over examples, ``"sum"``
@@ -159,7 +160,7 @@ class Options:
         if not callable(self.damping):
             require_number("damping", self.damping, "a finite number >= 0", low=0.0)
         name, value = "factor_decay", self.factor_decay
-        require_number(name, value, "in [0, 1)", low=0.0, below=1.0)
+        require_number(name, value, "in [0, 1]", low=0.0, high=1.0)
         name, value = "norm_damping_ratio", self.norm_damping_ratio
         require_number(name, value, "a number > 0", above=0.0)
 

@@ -143,8 +143,9 @@ class Engine:
             if not verdict.finite:
                 self.skip_step()
                 return False
-            self.refresh(sums, verdict)
-            given = update.directions(verdict.among(gradients))
+            gradients = verdict.among(gradients)
+            self.refresh(sums, verdict, gradients)
+            given = update.directions(gradients)
             updates = self.precondition(given)
             found = self.measured(updates, given, update.learning_rate(), verdict)
             update.write(found)
@@ -153,7 +154,7 @@ class Engine:
 
     def begin(self) -> None:
         """Tell the hooks what the coming step estimates and sends."""
-        due = [s.spec.name for s in self.statistics.due()]
+        due = self.statistics.to_capture()
         self.capture.due = frozenset(due)
         self.capture.step = self.step
         self._outbox.open(due)
@@ -197,10 +198,15 @@ class Engine:
         )
 
     @metered("refresh")
-    def refresh(self, sums: dict[str, Tensor], verdict: Verdict) -> None:
+    def refresh(
+        self,
+        sums: dict[str, Tensor],
+        verdict: Verdict,
+        gradients: dict[str, Tensor],
+    ) -> None:
         """Averages and inverses of what is due, on owners and workers."""
         old = self.preconditioner.bases()
-        self.statistics.refresh(sums, verdict)
+        self.statistics.refresh(sums, verdict, gradients)
         self.preconditioner.follow(old)
 
     def precondition(self, given: Directions) -> dict[str, Tensor]:

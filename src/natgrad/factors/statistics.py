@@ -3,8 +3,9 @@
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,14 +23,16 @@ from natgrad.math.inverse import (
     InverseError,
     damped_from_eigen,
     damped_inverses,
+    damped_powers,
     damped_roots,
     eigendecompositions,
     pi_split,
     split_damping,
 )
-from natgrad.math.packing import flatten, unflatten
+from natgrad.math.packing import flatten, trace, unflatten
 from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.staleness import is_similar
+from natgrad.math.statistics import own_moment
 from natgrad.options import Options
 from natgrad.plan import Plan
 from natgrad.plan.cost import CostModel
@@ -83,16 +86,29 @@ class Statistics:
         """The statistics to estimate in this step, in the blocks' order."""
         return [s for s in self.states.values() if s.timing.statistics_at <= self.step]
 
-    def refresh(self, sums: dict[str, Tensor], verdict: Verdict) -> None:
+    def to_capture(self) -> list[str]:
+        """Names of the due statistics that forwards and backwards are to give."""
+        return [s.spec.name for s in self.due() if not s.spec.is_local]
+
+    def refresh(
+        self,
+        sums: dict[str, Tensor],
+        verdict: Verdict,
+        gradients: Mapping[str, Tensor],
+    ) -> None:
         """Averages and inverses of what is due (SP-NGD, Algorithm 1).
 
-        ``sums`` are the owned statistics' packed sums over ranks and micro-batches.
+        ``sums`` are the owned statistics' packed sums over ranks and micro-batches;
+        ``gradients`` the means ``(s, m, n)`` of the blocks that this rank works on.
         """
         self._require_schedules()
         if self.account is not None:
             self.account.learn(verdict.facts, self.comm.world)
         due = self.due()
-        estimated = self._estimate(due, sums, verdict)
+        moved = [s for s in due if not s.spec.is_local]
+        estimated = self._estimate(moved, sums, verdict)
+        local = [s for s in due if s.spec.is_local and s.spec.block in verdict.present]
+        estimated += self._estimate_local(local, gradients)
         # A due statistic without a usable estimate is tried again in the next step,
         # and its inverse waits with it.
         waiting = {s.spec.name for s in due} - {s.spec.name for s in estimated}
@@ -161,11 +177,16 @@ class Statistics:
 
     def is_eigen(self, s: StatisticState) -> bool:
         """Whether its inverse is kept as an eigendecomposition."""
-        return s.spec.kind in ("A", "G") and self._rule(s).form == "eigen"
+        return s.spec.is_factor and self._rule(s).form == "eigen"
 
     def is_root(self, s: StatisticState) -> bool:
         """Whether a root of its inverse is kept: an upper triangular W."""
-        return s.spec.kind in ("A", "G") and self._rule(s).form == "root"
+        return s.spec.is_factor and self._rule(s).form == "root"
+
+    def _power(self, s: StatisticState) -> float | None:
+        """The power of it that is kept, if that is what the rule wants."""
+        rule = self._rule(s)
+        return rule.power if s.spec.is_factor and rule.form == "power" else None
 
     def _estimate(
         self, due: list[StatisticState], sums: dict[str, Tensor], verdict: Verdict
@@ -177,11 +198,10 @@ class Statistics:
                 s.quarantined += not math.isfinite(verdict.traces[s.spec.name])
                 continue
             usable.append(s)
-            # The first estimate starts the average.
-            old = self.options.factor_decay if s.estimated else 0.0
+            old, new = self._weights(s)
             scale = self._scale(s, verdict) / (s.spec.stack * s.spec.size)
             mean = verdict.traces[s.spec.name] * scale
-            s.mean_eigenvalue = old * s.mean_eigenvalue + (1 - old) * mean
+            s.mean_eigenvalue = old * s.mean_eigenvalue + new * mean
         mine = [s for s in usable if self._owns(s)]
         for s in mine:
             sums[s.spec.name].mul_(self._scale(s, verdict))
@@ -191,6 +211,39 @@ class Statistics:
         for s in usable:
             s.estimated = True
         return usable
+
+    def _estimate_local(
+        self, due: list[StatisticState], gradients: Mapping[str, Tensor]
+    ) -> list[StatisticState]:
+        """Those of the weight's own gradient, on their owners, who are workers."""
+        mine = [s for s in due if self._owns(s)]
+        found = {
+            s.spec.name: own_moment(
+                gradients[s.spec.block], s.spec.side, s.spec.diagonal
+            )
+            for s in mine
+        }
+        traces = [trace(x) for x in found.values()]
+        known: list[float] = torch.stack(traces).tolist() if traces else []
+        for s, total in zip(mine, known, strict=True):
+            mean = total / (s.spec.stack * s.spec.size)
+            old, new = self._weights(s)
+            s.mean_eigenvalue = old * s.mean_eigenvalue + new * mean
+        sums = {name: flatten(x) for name, x in found.items()}
+        if self.changes is not None:
+            self._note_changes(mine, sums, self.changes)
+        self._average(mine, sums)
+        for s in due:
+            s.estimated = True
+        return due
+
+    def _weights(self, s: StatisticState) -> tuple[float, float]:
+        """Of the old value and the new estimate; the first estimate starts it.
+
+        With a decay of 1 nothing is forgotten: a sum, as Shampoo has it.
+        """
+        old = self.options.factor_decay if s.estimated else 0.0
+        return old, (1 - old if old < 1 else 1.0)
 
     def _note_changes(
         self,
@@ -213,7 +266,8 @@ class Statistics:
         averages = [s.average for s in running if s.average is not None]
         if averages:
             foreach.scale_(averages, decay)
-            foreach.add_(averages, [sums[s.spec.name] for s in running], 1 - decay)
+            weight = 1 - decay if decay < 1 else 1.0
+            foreach.add_(averages, [sums[s.spec.name] for s in running], weight)
         for s in mine:
             if s.average is None or not (s.estimated and decay):
                 s.average = sums[s.spec.name]
@@ -235,7 +289,8 @@ class Statistics:
         eigen = [s for s in mine if self.is_eigen(s)]
         roots = [s for s in mine if self.is_root(s)]
         moments = [s for s in mine if s.spec.kind == "S"]
-        kept = {s.spec.name for s in (*eigen, *roots, *moments)}
+        powers = [s for s in mine if self._power(s) is not None]
+        kept = {s.spec.name for s in (*eigen, *roots, *moments, *powers)}
         plain = [s for s in mine if s.spec.name not in kept]
         earlier = [
             s.inverse if self._rule(s).basis == "tracked" else None for s in eigen
@@ -243,7 +298,11 @@ class Statistics:
         bases = eigendecompositions([self.dense(s) for s in eigen], earlier)
         findings: Findings = dict(zip((s.spec.name for s in eigen), bases, strict=True))
         findings |= {s.spec.name: (self.dense(s).clone(),) for s in moments}
-        for group, invert in ((plain, damped_inverses), (roots, damped_roots)):
+        ways = [(plain, damped_inverses), (roots, damped_roots)]
+        for power in sorted({self._power(s) or 0.0 for s in powers}):
+            same = [s for s in powers if self._power(s) == power]
+            ways.append((same, partial(damped_powers, power=power)))
+        for group, invert in ways:
             dampings = [self.factor_damping(s) for s in group]
             inverses = invert([self.dense(s) for s in group], dampings)
             for s, x in zip(group, inverses, strict=True):
@@ -257,23 +316,23 @@ class Statistics:
         known: list[float] = []
         intervals = self._judge(findings)
         for s in inverted:
-            found = findings.get(s.spec.name)
+            found, mean = findings.get(s.spec.name), s.mean_eigenvalue
             if found is None:
-                known += [0, 0]
+                known += [0, 0, 0]
             elif isinstance(found, InverseError):
-                known += [s.timing.interval, s.failures + 1]
+                known += [s.timing.interval, s.failures + 1, mean]
             else:
-                known += [intervals[s.spec.name], 0]
+                known += [intervals[s.spec.name], 0, mean]
                 # LAPACK leaves columns one after another; others receive rows, and
                 # a product would be rounded differently
                 s.inverse = tuple(x.contiguous() for x in found)
         if known and self.comm.world > 1:
             vector = self.like.new_tensor(known, dtype=torch.float64)
             known = self.comm.agree(vector).tolist()
-        for s, interval, failures in zip(
-            inverted, known[::2], known[1::2], strict=True
+        for s, interval, failures, mean in zip(
+            inverted, known[::3], known[1::3], known[2::3], strict=True
         ):
-            s.failures = int(failures)
+            s.failures, s.mean_eigenvalue = int(failures), mean
             s.timing.previous, s.timing.interval = s.timing.interval, int(interval)
         _report_failures([s for s in inverted if s.failures], self.comm.rank)
 

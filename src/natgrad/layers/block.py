@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.layers.kind import LayerKind, LayerOptions, optional_parameter
+from natgrad.layers.matrix import Matrix
 from natgrad.layers.table import is_norm, kind_of
 from natgrad.math.statistics import widen
 from natgrad.plan.spec import BlockSpec
 from natgrad.rules.fallbacks import Plain
 from natgrad.rules.rule import Rule
 
+_NO_MODULE = nn.Identity()
 FOREIGN = "not the optimizer's"
 
 
@@ -29,6 +31,7 @@ class Block:
         note: what a user should know of this block, for the report.
         is_foreign: whether another optimizer has it, so that no rule may change it.
         is_table: whether an input chooses a column of the weight (an embedding).
+        is_factored: whether it is a matrix with a side of inputs and one of outputs.
         rule: what turns its gradient into an update.
     """
 
@@ -40,6 +43,7 @@ class Block:
     note: str = ""
     is_foreign: bool = False
     is_table: bool = False
+    is_factored: bool = False
     rule: Rule = field(default_factory=Plain)
 
     @property
@@ -53,12 +57,6 @@ class Block:
         return is_norm(self.kind)
 
     @property
-    def is_factored(self) -> bool:
-        """Whether its statistics are A and G: a weight that inputs multiply."""
-        kinds = {spec.kind for spec in self.spec.statistics}
-        return bool(kinds) and kinds <= {"A", "G", "S"}
-
-    @property
     def is_trained(self) -> bool:
         """Whether the weight still takes gradients."""
         return self.parameters[0].requires_grad
@@ -68,9 +66,14 @@ class Block:
         """Whether the block takes part in this step."""
         return self.is_trained and self.parameters[0].grad is not None
 
+    @property
+    def _module(self) -> nn.Module:
+        """Whose weight it is; any module for a matrix that no layer uses."""
+        return self.modules[0] if self.modules else _NO_MODULE
+
     def require_bias(self) -> None:
         """Raise if the bias was frozen or unfrozen since, and the weight trains."""
-        if self.kind is None or not self.is_trained:
+        if not self.modules or not self.is_trained:
             return
         trains = optional_parameter(self.modules[0], "bias") is not None
         if trains != (len(self.parameters) > 1):
@@ -91,13 +94,13 @@ class Block:
         if self.kind is None:
             return tensors[0].reshape(1, 1, -1)
         bias = tensors[1] if len(tensors) > 1 else None
-        return self.kind.fold(self.modules[0], tensors[0], bias)
+        return self.kind.fold(self._module, tensors[0], bias)
 
     def unfold(self, stack: Tensor) -> list[Tensor]:
         """The inverse of `fold`."""
         if self.kind is None:
             return [stack.reshape(self.parameters[0].shape)]
-        weight, bias = self.kind.unfold(self.modules[0], stack)
+        weight, bias = self.kind.unfold(self._module, stack)
         return [weight] if bias is None else [weight, bias]
 
     def write_gradient(self, stack: Tensor, scale: Tensor | None = None) -> None:
@@ -113,12 +116,8 @@ class Block:
 
 def find_blocks(
     model: nn.Module,
+    options: LayerOptions | None = None,
     *,
-    norm: str = "unit",
-    sharing: str = "expand",
-    loss: str = "mean",
-    statistics: str = "both",
-    corrected: bool = False,
     skip: Collection[str] = (),
     trained: Collection[int] | None = None,
 ) -> list[Block]:
@@ -128,13 +127,7 @@ def find_blocks(
     that says why. Nothing is computed, so the model may be on the meta device.
     ``trained`` are the ids of the parameters that the optimizer has, None for all.
     """
-    options = LayerOptions(
-        norm=norm,
-        sharing=sharing,
-        loss=loss,
-        statistics=statistics,
-        corrected=corrected,
-    )
+    options = options or LayerOptions()
     _require_known(model, skip)
     found: dict[int, Block] = {}
     reasons: dict[int, str] = {}
@@ -149,7 +142,7 @@ def find_blocks(
             found[id(weight)] = _block(name, module, options)
         else:
             _tie(found[id(weight)], name, module, options)
-    blocks = _with_plain(model, found, reasons)
+    blocks = _with_plain(model, found, reasons, options)
     for block in blocks:
         block.is_foreign = not _has(trained, block.parameters[0])
         block.reason = FOREIGN if block.is_foreign else block.reason
@@ -200,12 +193,13 @@ def _block(name: str, module: nn.Module, options: LayerOptions) -> Block:
             stack=layout.stack,
             rows=layout.rows,
             cols=layout.cols,
-            statistics=layout.statistics(name, options.statistics, options.corrected),
+            statistics=layout.statistics(name, options),
         ),
         kind=kind,
         modules=[module],
         parameters=tuple(p for p in owned if p is not None),
         is_table=layout.right_diagonal,
+        is_factored=bool(layout.left),
     )
 
 
@@ -228,7 +222,10 @@ def _tie(block: Block, name: str, module: nn.Module, options: LayerOptions) -> N
 
 
 def _with_plain(
-    model: nn.Module, found: dict[int, Block], reasons: dict[int, str]
+    model: nn.Module,
+    found: dict[int, Block],
+    reasons: dict[int, str],
+    options: LayerOptions,
 ) -> list[Block]:
     """Blocks and plain parameters in the order of `model.named_parameters`."""
     block_of = {id(p): block for block in found.values() for p in block.parameters}
@@ -236,10 +233,25 @@ def _with_plain(
     for name, p in model.named_parameters():
         block = block_of.get(id(p))
         if block is None and p.requires_grad:
-            block = _plain(name, p, reasons.get(id(p)) or _why_unknown(model, name))
+            reason = reasons.get(id(p)) or _why_unknown(model, name)
+            alone = options.any_matrix and Matrix.fits(p)
+            block = _matrix(name, p, options) if alone else _plain(name, p, reason)
         if block is not None:
             ordered.setdefault(block.name, block)
     return list(ordered.values())
+
+
+def _matrix(name: str, p: nn.Parameter, options: LayerOptions) -> Block:
+    kind = Matrix(options, tuple(p.shape))
+    layout = kind.layout(_NO_MODULE)
+    spec = BlockSpec(
+        name=name,
+        stack=layout.stack,
+        rows=layout.rows,
+        cols=layout.cols,
+        statistics=layout.statistics(name, options),
+    )
+    return Block(spec=spec, kind=kind, parameters=(p,), is_factored=True)
 
 
 def _plain(name: str, p: nn.Parameter, reason: str) -> Block:

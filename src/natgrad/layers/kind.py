@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,35 @@ from natgrad.plan.spec import StatisticSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """The options of `natgrad.options.Curvature` that change what a layer computes."""
+    """The options that change what a layer computes.
+
+    Attributes:
+        norm, sharing, loss: as in `natgrad.Options`.
+        sides, source, corrected: which statistics the rule needs; see `natgrad.Rule`.
+    """
 
     norm: str = "unit"
     sharing: str = "expand"
     loss: str = "mean"
-    statistics: str = "both"
+    sides: str = "both"
+    source: str = "activations"
     corrected: bool = False
 
+    @property
+    def any_matrix(self) -> bool:
+        """Whether the rule can do without a layer: a parameter is enough."""
+        return self.source == "gradients" or self.sides == "none"
 
-# The statistic that each choice leaves out, of layers that have both.
-LEFT_OUT = {"both": "", "inputs": "G", "outputs": "A"}
+
+# The sides of a matrix whose factors each choice has.
+SIDES = {
+    "both": ("right", "left"),
+    "inputs": ("right",),
+    "outputs": ("left",),
+    "none": (),
+}
+# The names of the factors of the weight's own gradient, by side.
+OWN = {"right": "R", "left": "L"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +55,19 @@ class Layout:
     right_diagonal: bool = False
 
     def statistics(
-        self, block: str, sides: str = "both", corrected: bool = False
+        self, block: str, options: LayerOptions
     ) -> tuple[StatisticSpec, ...]:
         """The specs of the chosen statistics: right, left, and S if ``corrected``."""
-        specs = tuple(s for s in self._all(block) if s.kind != LEFT_OUT[sides])
-        if not (corrected and self.left):
+        specs = self._all(block)
+        if not self.left:
+            return specs
+        specs = tuple(s for s in specs if s.side in SIDES[options.sides])
+        if options.source == "gradients":
+            return tuple(
+                replace(s, kind=OWN[s.side], name=f"{block}/{OWN[s.side]}")
+                for s in specs
+            )
+        if not options.corrected:
             return specs
         scale = StatisticSpec(
             name=f"{block}/S",

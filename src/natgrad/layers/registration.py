@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers import Block, find_blocks
+from natgrad.layers import Block, LayerOptions, find_blocks
 from natgrad.options import Options
 from natgrad.rules.fallbacks import Plain
 from natgrad.rules.kronecker import Kronecker
@@ -22,11 +22,14 @@ def register(
     _require_whole(model)
     blocks = find_blocks(
         model,
-        norm=options.norm,
-        sharing=options.sharing,
-        loss=options.loss,
-        statistics=options.rule.sides,
-        corrected=options.rule.corrects,
+        LayerOptions(
+            norm=options.norm,
+            sharing=options.sharing,
+            loss=options.loss,
+            sides=options.rule.sides,
+            source=options.rule.source,
+            corrected=options.rule.corrects,
+        ),
         skip=options.skip,
         trained=trained,
     )
@@ -78,7 +81,8 @@ def warn_silent(blocks: list[Block], fired: set[str], options: Options) -> None:
     silent = [
         b.name
         for b in blocks
-        if b.kind is not None and not any(s.name in fired for s in b.spec.statistics)
+        if (seen := [s.name for s in b.spec.statistics if not s.is_local])
+        and fired.isdisjoint(seen)
     ]
     if not silent:
         return

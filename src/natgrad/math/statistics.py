@@ -25,6 +25,16 @@ def gram(rows: Tensor) -> Tensor:
     return completed(total)
 
 
+def own_moment(gradient: Tensor, side: str, diagonal: bool) -> Tensor:
+    """``G^T G`` (``side="right"``) or ``G G^T`` (``"left"``) of a stack ``(s, m, n)``.
+
+    The factors of the weight's own gradient, as Shampoo has them; or their diagonal.
+    """
+    gradient = widen(gradient)
+    rows = gradient.mT if side == "right" else gradient
+    return rows.square().sum(-1) if diagonal else rows @ rows.mT
+
+
 def append_ones(moment: Tensor, sums: Tensor, count: int) -> Tensor:
     """Border a sum of a a^T ``(s, n, n)`` as if each a ended with a 1.
 

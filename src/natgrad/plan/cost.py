@@ -83,7 +83,7 @@ class CostModel:
         """Seconds to apply a block's inverses to its gradient once."""
         if not block.statistics:
             return 0.0
-        factors = {spec.kind for spec in block.statistics} <= {"A", "G", "S"}
+        factors = all(s.is_factor or s.kind == "S" for s in block.statistics)
         polar = factors and self.scale == "orthogonal"
         # Into the eigenbasis and out again, or whitened and back: twice the products
         # of a dense inverse.
@@ -134,4 +134,4 @@ def inverse_elements(spec: StatisticSpec, inverse: str) -> int:
 def keeps_basis(spec: StatisticSpec, inverse: str) -> bool:
     """Whether an inverse is kept as eigenvectors and eigenvalues."""
     eigen = check_inverse(inverse) == "eigen"
-    return eigen and spec.kind in ("A", "G") and not spec.diagonal
+    return eigen and spec.is_factor and not spec.diagonal

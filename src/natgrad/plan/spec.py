@@ -11,7 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FLOAT_BYTES = 4
-FACTORS = ("A", "G")
+# Factors of a layer's inputs and output gradients, and of the weight's own gradient:
+# G^T G on the right and G G^T on the left.
+ACTIVATIONS = ("A", "G")
+GRADIENTS = ("R", "L")
+FACTORS = (*ACTIVATIONS, *GRADIENTS)
 KINDS = (*FACTORS, "S", "unit", "diag", "full")
 SIDES = ("right", "left", "both")
 # Vectors of one example are alike: so many examples at least, whatever they give.
@@ -52,6 +56,16 @@ class StatisticSpec:
             raise ValueError(f"Invalid kind={self.kind!r}. Must be one of {KINDS}.")
         if self.side not in SIDES:
             raise ValueError(f"Invalid side={self.side!r}. Must be one of {SIDES}.")
+
+    @property
+    def is_factor(self) -> bool:
+        """Whether it is a factor of one side of a matrix."""
+        return self.kind in FACTORS
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its owner makes it of the reduced gradient, so that it never moves."""
+        return self.kind in GRADIENTS
 
     @property
     def elements(self) -> int:
@@ -96,5 +110,7 @@ class BlockSpec:
 
         ``vectors`` is what each example gives to a factor: A's rows, or G's.
         """
-        size = max((s.size for s in self.statistics if s.kind in FACTORS), default=1)
+        size = max(
+            (s.size for s in self.statistics if s.kind in ACTIVATIONS), default=1
+        )
         return max(1, examples // enough_examples(size, vectors))

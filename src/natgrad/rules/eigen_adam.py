@@ -5,9 +5,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from natgrad.math.polar import polar
 from natgrad.math.rules import adaptive_scale, into_basis, out_of_basis
 from natgrad.requiring import require_number
-from natgrad.rules.rule import Basis, Form, Matrices, MovedMoments, Rule, Sides
+from natgrad.rules.rule import Basis, Form, Matrices, MovedMoments, Rule, Sides, Source
 from natgrad.rules.rule import require_choices as require
 
 
@@ -15,15 +16,18 @@ from natgrad.rules.rule import require_choices as require
 class EigenAdam(Rule):
     """In the factors' eigenbases, divided by the root of the running second moment.
 
-    This is SOAP's rule (Vyas et al. 2024) in the bases of K-FAC's factors. The damping
-    is relative to the root of the mean second moment.
+    In the bases of K-FAC's factors, or with ``source="gradients"`` in those of
+    Shampoo's, which is SOAP (Vyas et al. 2024). The damping is relative to the root of
+    the mean second moment.
 
     Attributes:
-        sides: as for `Kronecker`.
+        sides, source: as for `Kronecker`.
         beta2: decay of the second moment, in [0, 1).
         basis: as for `Kronecker`.
         moments: what becomes of the second moment when a refresh replaces the bases:
-            ``"move"`` it into the new ones, or ``"restart"`` it.
+            ``"move"`` it into the new ones, ``"keep"`` its numbers as they are, as
+            SOAP does, or ``"restart"`` it.
+        orthogonal: take the polar factor of the result (SOAP-Muon).
     """
 
     name: ClassVar[str] = "eigen_adam"
@@ -33,9 +37,11 @@ class EigenAdam(Rule):
     beta2: float = 0.95
     basis: Basis = "exact"
     moments: MovedMoments = "move"
+    source: Source = "activations"
+    orthogonal: bool = False
 
     def __post_init__(self) -> None:
-        require(self, sides=Sides, basis=Basis, moments=MovedMoments)
+        require(self, sides=Sides, basis=Basis, moments=MovedMoments, source=Source)
         require_number("beta2", self.beta2, "in [0, 1)", low=0.0, below=1.0)
 
     @property
@@ -49,4 +55,7 @@ class EigenAdam(Rule):
         square = x.moment(rotated, self.beta2)
         if x.direction is not x.gradient:
             rotated = into_basis(x.direction, *x.bases)
-        return out_of_basis(adaptive_scale(rotated, square, x.damping), *x.bases)
+        scaled = adaptive_scale(rotated, square, x.damping)
+        # The polar factor of a rotated matrix is the rotated polar factor.
+        scaled = polar(scaled) if self.orthogonal else scaled
+        return out_of_basis(scaled, *x.bases)

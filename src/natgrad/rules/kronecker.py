@@ -7,7 +7,8 @@ from torch import Tensor
 
 from natgrad.math.precondition import apply_eigen
 from natgrad.math.rules import between
-from natgrad.rules.rule import Basis, Form, Matrices, Rule, Sides, Style
+from natgrad.requiring import require_number
+from natgrad.rules.rule import Basis, Form, Matrices, Rule, Sides, Source, Style
 from natgrad.rules.rule import require_choices as require
 
 
@@ -15,7 +16,14 @@ from natgrad.rules.rule import require_choices as require
 class Kronecker(Rule):
     """K-FAC: ``(G + ..)^-1 V (A + ..)^-1``, the natural gradient of the papers.
 
+    With ``source="gradients"`` and a ``power`` of 1/4 (or 1/2 on one side) it is
+    Shampoo: ``(G G^T + ..)^-1/4 V (G^T G + ..)^-1/4``.
+
     Attributes:
+        source: what the factors are estimated from: ``"activations"`` (A of the
+            layer's inputs, G of the gradients at its outputs), or ``"gradients"``: the
+            weight's own gradient, so that any matrix has them, whatever layer uses it.
+        power: each damped factor is raised to minus this power, > 0.
         sides: ``"both"`` factors, only the ``"inputs"`` (A) or only the ``"outputs"``
             (G). What is left out is not estimated, sent or inverted.
         style: how the damping lambda enters. ``"eigen"`` adds lambda to the eigenvalues
@@ -29,14 +37,21 @@ class Kronecker(Rule):
     """
 
     name: ClassVar[str] = "kronecker"
-    natural: ClassVar[bool] = True
 
     sides: Sides = "both"
     style: Style = "eigen"
     basis: Basis = "exact"
+    source: Source = "activations"
+    power: float = 1.0
 
     def __post_init__(self) -> None:
-        require(self, sides=Sides, style=Style, basis=Basis)
+        require(self, sides=Sides, style=Style, basis=Basis, source=Source)
+        require_number("power", self.power, "a number > 0", above=0.0)
+        if self.sides == "none":
+            raise ValueError(
+                "Invalid sides='none' of Kronecker. Must be 'both', 'inputs' or "
+                "'outputs': Plain() is the rule without factors."
+            )
         if self.basis == "tracked" and self.form != "eigen":
             raise ValueError(
                 f"Invalid basis='tracked' with style={self.style!r} and sides="
@@ -44,8 +59,15 @@ class Kronecker(Rule):
             )
 
     @property
+    def natural(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether it approximates the inverse Fisher: not Shampoo."""
+        return self.source == "activations" and self.power == 1
+
+    @property
     def form(self) -> Form:
         """Eigenbases for the joint damping of two sides, else dense inverses."""
+        if self.power != 1:
+            return "power"
         joint = self.sides == "both" and self.style == "eigen"
         return "eigen" if joint else "inverse"
 

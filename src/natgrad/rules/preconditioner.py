@@ -13,6 +13,7 @@ from natgrad.layers import Block
 from natgrad.layers.registration import shape_of
 from natgrad.math.inverse import Inverse
 from natgrad.math.precondition import descending
+from natgrad.rules.fallbacks import Plain
 from natgrad.rules.moments import Bases, Moments, is_replaced, moved
 from natgrad.rules.rule import Matrices
 
@@ -61,8 +62,7 @@ class Preconditioner:
 
     def _alike(self, block: Block) -> Hashable:
         """What the blocks of a group have in common."""
-        has_rule = block.spec.statistics or block.rule.adapts
-        if not has_rule or block.spec.elements > TOGETHER_UP_TO:
+        if isinstance(block.rule, Plain) or block.spec.elements > TOGETHER_UP_TO:
             return block.name
         sides = [
             (s.side, s.kind, s.diagonal, self.statistics.states[s.name].inverse is None)

@@ -14,11 +14,12 @@ from torch import Tensor
 from natgrad.math.inverse import Inverse
 from natgrad.requiring import require_choice
 
-Sides = Literal["both", "inputs", "outputs"]
+Sides = Literal["both", "inputs", "outputs", "none"]
+Source = Literal["activations", "gradients"]
 Style = Literal["eigen", "factored", "relative"]
 Basis = Literal["exact", "tracked"]
-MovedMoments = Literal["move", "restart"]
-Form = Literal["eigen", "inverse", "root"]
+MovedMoments = Literal["move", "keep", "restart"]
+Form = Literal["eigen", "inverse", "root", "power"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,12 @@ class Rule(ABC):
     """Whether it needs the second moment of per-example gradients in the bases."""
 
     sides: Sides = "both"
-    """Which factors it needs: of the inputs, of the outputs, or both."""
+    """Which factors it needs: of the inputs, of the outputs, both or none."""
+    source: Source = "activations"
+    """What factors are estimated from: a layer's inputs and output gradients, or the
+    weight's own gradient, ``G^T G`` and ``G G^T``, which needs no layer."""
+    power: float = 1.0
+    """Of the form ``"power"``: a factor X is prepared as ``(X + damping I)^-power``."""
     style: Style = "factored"
     """How the damping enters a factor (see `Kronecker`)."""
     basis: Basis = "exact"
@@ -85,7 +91,7 @@ class Rule(ABC):
 
     @property
     def form(self) -> Form:
-        """What is prepared of a factor: its eigenbasis, damped inverse or a root."""
+        """What is prepared of a factor: its eigenbasis, damped inverse, root, power."""
         return "inverse"
 
     @abstractmethod
