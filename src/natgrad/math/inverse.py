@@ -69,7 +69,7 @@ def damped_powers(
     """
     bases = eigendecompositions(matrices)
     return [
-        x if isinstance(x, InverseError) else _power(*x, damping, power)
+        x if isinstance(x, InverseError) else _power(x[0], x[1], damping, power)
         for x, damping in zip(bases, dampings, strict=True)
     ]
 

@@ -64,7 +64,7 @@ class StatisticSpec:
 
     @property
     def is_local(self) -> bool:
-        """Whether its owner makes it of the reduced gradient, so that it never moves."""
+        """Whether its owner makes it of the reduced gradient: it never moves."""
         return self.kind in GRADIENTS
 
     @property

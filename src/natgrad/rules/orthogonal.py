@@ -49,8 +49,8 @@ class Orthogonal(Rule):
         require_number("power", self.power, "a number > 0", above=0.0)
         if self.whitening == "full" and self.power != 0.5:
             raise ValueError(
-                f"Invalid power={self.power} with whitening='full', which has the whole "
-                "inverse. Must be 0.5, the default."
+                f"Invalid power={self.power} with whitening='full', which takes the "
+                "whole inverse. Must be 0.5, the default."
             )
         if self.style == "eigen":
             raise ValueError(
