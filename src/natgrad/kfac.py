@@ -1,5 +1,6 @@
 """KFAC: a gradient preconditioner for any torch optimizer."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy
 from natgrad.rules.fallbacks import Plain
 from natgrad.rules.lengths import KLClip, Length
+from natgrad.rules.parts import Parts
 from natgrad.rules.rule import Rule
 
 
@@ -82,7 +84,7 @@ class KFAC(Inspectable):
             model,
             chosen,
             grad_scaler=grad_scaler,
-            trained=None if optimizer is None else _parameters_of(optimizer),
+            groups=None if optimizer is None else _groups_of(optimizer, chosen),
         )
         self._handles: list[Any] = []
         if self.engine.own_gradients:
@@ -132,20 +134,20 @@ class KFAC(Inspectable):
             gradients = {name: g / unit for name, g in gradients.items()}
         return Directions(directions=gradients, gradients=gradients)
 
-    def learning_rate(self) -> float:
+    def learning_rate(self, names: Sequence[str]) -> float:
         """For the KL clip."""
         if self.optimizer is None:
             return 1.0
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def write(self, found: Updates) -> None:
-        """Put updates into ``.grad``, in its unit; plain blocks are not clipped."""
+        """Put updates into ``.grad``, in its unit."""
         shared = self.engine.share(found.updates, found.present)
         unit = self._gradient_scale()
         for name, update in (found.updates | shared).items():
             block = self.engine.block[name]
             if block.kind is not None:
-                block.write_gradient(update, _product(found.clip, unit))
+                block.write_gradient(update, _product(found.clips.get(name), unit))
             elif self.engine.own_gradients or _changes(block):
                 block.write_gradient(update, unit)
 
@@ -172,9 +174,9 @@ def _product(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return y if x is None else x if y is None else x * y
 
 
-def _parameters_of(optimizer: Optimizer) -> frozenset[int]:
-    groups = optimizer.param_groups
-    return frozenset(id(p) for group in groups for p in group["params"])
+def _groups_of(optimizer: Optimizer, options: Options) -> dict[int, Parts]:
+    parts = options.parts()
+    return {id(p): parts for group in optimizer.param_groups for p in group["params"]}
 
 
 def _require_rate(length: Length, optimizer: Optimizer | None) -> None:

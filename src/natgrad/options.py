@@ -8,12 +8,13 @@ those classes, in `natgrad.rules`.
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from natgrad.distributed.options import CommOptions
+from natgrad.factors.budget import Budget
 from natgrad.factors.refresh import Every, Refresh
 from natgrad.plan import Strategy
 from natgrad.requiring import require_choice, require_count, require_number
@@ -22,13 +23,13 @@ from natgrad.rules.decays import Coupled, Decay
 from natgrad.rules.fallbacks import Adam, Plain
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.lengths import KLClip, LayerTrust, Length
+from natgrad.rules.parts import NAMES, Damping, Parts, plain
 from natgrad.rules.rule import Rule
 
 if TYPE_CHECKING:
     from natgrad.plan import HardwareProfile
 
 Profile = Union["HardwareProfile", str, Path]
-Damping = float | Callable[[int], float]
 Fisher = Literal["empirical", "sampled"]
 Loss = Literal["mean", "sum", "tokens"]
 Accumulation = Literal["mean", "sum"]
@@ -190,18 +191,22 @@ class Options:
             return self.length
         return KLClip() if self.rule.natural else LayerTrust()
 
+    def parts(self) -> Parts:
+        """What an update is made of."""
+        return Parts(
+            rule=self.rule,
+            fallback=self.fallback,
+            length=self.the_length,
+            average=self.average,
+            decay=self.decay,
+            damping=self.damping,
+            refresh=self.refresh,
+        )
+
     def fingerprint(self) -> str:
         """All options as text, alike in processes that were given the same ones."""
         alike = dataclasses.replace(self, group=None, profile=None)
         return re.sub(r" at 0x[0-9a-f]+", "", repr(alike))
-
-    def damping_at(self, step: int) -> float:
-        """Lambda at a step, checked when it comes from a schedule."""
-        if not callable(self.damping):
-            return float(self.damping)
-        value = float(self.damping(step))
-        require_number(f"damping({step})", value, "a finite number >= 0", low=0.0)
-        return value
 
 
 def _of_another_kind(name: str, value: Any, kind: type) -> str:
@@ -214,6 +219,18 @@ def _of_another_kind(name: str, value: Any, kind: type) -> str:
 def _leaves(kind: type) -> list[type]:
     below = [leaf for child in kind.__subclasses__() for leaf in _leaves(child)]
     return below or [kind]
+
+
+def take_parts(group: dict[str, Any], options: Options) -> Parts:
+    """The parts of a parameter group's update; the group keeps them as plain data."""
+    own = {name: group[name] for name in NAMES if name in group}
+    if isinstance(own.get("refresh"), Budget):
+        raise ValueError(
+            "Invalid refresh=Budget(...) of a parameter group. A budget is of a whole "
+            "step: must be given to the optimizer."
+        )
+    group |= {name: plain(part) for name, part in own.items()}
+    return dataclasses.replace(options, **own).parts()
 
 
 class NotGiven:

@@ -1,6 +1,6 @@
 """SPNGD: scalable and practical natural gradient descent, a complete optimizer."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,7 +10,12 @@ from torch.optim import Optimizer
 
 from natgrad import options as o
 from natgrad.capture.unwrap import unwrap
-from natgrad.checkpoint.momentum import gather_momentum, require_momentum, worked_on
+from natgrad.checkpoint.momentum import (
+    averages_of,
+    gather_momentum,
+    require_momentum,
+    worked_on,
+)
 from natgrad.checkpoint.optimizer_state import travel_with
 from natgrad.checkpoint.sharded import only_initialises
 from natgrad.engine.engine import Engine
@@ -21,10 +26,11 @@ from natgrad.layers import Block
 from natgrad.layers.registration import require_known
 from natgrad.math import foreach
 from natgrad.math.statistics import widen
-from natgrad.options import NOT_GIVEN, NotGiven, Options, given
+from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts
 from natgrad.plan import Strategy
 from natgrad.requiring import require_number
-from natgrad.rules.averages import VELOCITY
+from natgrad.rules.averages import VELOCITY, Average
+from natgrad.rules.decays import Decay
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.lengths import Free
 from natgrad.rules.rule import Rule
@@ -43,9 +49,11 @@ class SPNGD(Inspectable, Optimizer):
 
     Args:
         model: the module to train.
-        groups: parameter groups made of ``named_parameters``, each with a learning
-            rate, momentum or weight decay of its own; by default all parameters of the
-            model in one group.
+        groups: parameter groups made of ``named_parameters``, as for any torch
+            optimizer. Each may have its own ``lr``, ``momentum`` and ``weight_decay``,
+            and its own ``rule``, ``fallback``, ``length``, ``average``, ``decay``,
+            ``damping`` and ``refresh``. What no group names is left to another
+            optimizer. By default all parameters of the model are one group.
         grad_scaler: the `torch.amp.GradScaler` in use, to undo its loss scale.
         options: the `Options` to start from, ``SPNGD.defaults`` if not given.
 
@@ -99,14 +107,21 @@ class SPNGD(Inspectable, Optimizer):
             "weight_decay": chosen.weight_decay,
         }
         named = [{"params": list(plain.named_parameters())}]
-        Optimizer.__init__(self, groups or named, rates)
+        mine = [dict(group) for group in groups or named]
+        parts = [take_parts(group, chosen) for group in mine]
+        Optimizer.__init__(self, mine, rates)
         for each in self.param_groups:
             value, decay = each["momentum"], each["weight_decay"]
             require_number("momentum", value, "in [0, 1)", low=0.0, below=1.0)
             require_number("weight_decay", decay, "a number >= 0", low=0.0)
-        self.engine: Engine = Engine(model, chosen, grad_scaler=grad_scaler)
-        with self.engine.closing_on_error():
-            self._group_of()  # raises if a block is in no group
+        owned = {
+            id(p): part
+            for group, part in zip(self.param_groups, parts, strict=True)
+            for p in group["params"]
+        }
+        self.engine: Engine = Engine(
+            model, chosen, grad_scaler=grad_scaler, groups=owned
+        )
         check = partial(require_momentum, self, self.engine)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
@@ -124,8 +139,10 @@ class SPNGD(Inspectable, Optimizer):
             with torch.enable_grad():
                 value = closure()
         if only_initialises(self.engine, self.param_groups):
-            for p in worked_on(self.engine, mine=True):
-                self.engine.options.average.velocity(self.state, p)
+            mine = {id(p) for p in worked_on(self.engine, mine=True)}
+            for p, average in averages_of(self.engine):
+                if id(p) in mine:
+                    average.velocity(self.state, p)
             return value
         self.engine.run(self)
         return value
@@ -137,48 +154,49 @@ class SPNGD(Inspectable, Optimizer):
     def directions(self, gradients: dict[str, Tensor]) -> Directions:
         """Gradients with coupled weight decay, and what momentum makes of them."""
         gradients = self._decayed(gradients)
-        average, averages = self.engine.options.average, dict[int, Tensor]()
-        if not average.keeps_mass:
-            return Directions(directions=gradients, gradients=gradients)
-        for group, params, grads in self._by_group(gradients):
+        parts, averages = self.engine.parts, dict[int, Tensor]()
+        averaged = {n: g for n, g in gradients.items() if parts[n].average.keeps_mass}
+        for group, average, params, grads in self._by_group(averaged):
             m = float(group["momentum"])
             found = average.directions(self.state, params, grads, m)
             averages |= {id(p): x for p, x in zip(params, found, strict=True)}
-        blocks = {name: self.engine.block[name] for name in gradients}
-        directions = {
-            name: block.fold([averages[id(p)] for p in block.parameters])
-            for name, block in blocks.items()
-        }
+        directions = dict(gradients)
+        for name in averaged:
+            block = self.engine.block[name]
+            if not block.is_foreign:
+                means = [averages[id(p)] for p in block.parameters]
+                directions[name] = block.fold(means)
         return Directions(directions=directions, gradients=gradients)
 
-    def learning_rate(self) -> float:
-        """The largest of any group, for the KL clip."""
-        return max(float(group["lr"]) for group in self.param_groups)
+    def learning_rate(self, names: Sequence[str]) -> float:
+        """The largest of these blocks' groups, for the KL clip."""
+        group_of, blocks = self._group_of(), (self.engine.block[n] for n in names)
+        params = [p for block in blocks for p in block.parameters]
+        rates = [float(group_of[id(p)]["lr"]) for p in params if id(p) in group_of]
+        return max(rates, default=0.0)
 
     def write(self, found: Updates) -> None:
         """Move the weights that this rank works on, and get the others."""
-        engine, updates = self.engine, found.updates
-        if found.clip is not None:
-            kind = {name: engine.block[name].kind for name in updates}
-            updates = {
-                n: u if kind[n] is None else u * found.clip for n, u in updates.items()
-            }
+        engine, clips = self.engine, found.clips
+        updates = {
+            n: u * clips[n] if n in clips else u for n, u in found.updates.items()
+        }
         mine = [engine.block[name] for name in updates]
         before = self._before(mine)
         with engine.meter("update"):
             self._update(mine, updates)
-        self._share_weights(mine, found.present, before)
+        self._share_weights(mine, updates, found.present, before)
         # what a gather brought grows stale where this rank does not work
         for p in worked_on(engine, mine=False):
             self.state.pop(p, None)
 
     def _decayed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gradients with the weight decay of their group, unless it is decoupled."""
-        if not self.engine.options.decay.coupled:
-            return gradients
-        group_of = self._group_of()
+        group_of, parts = self._group_of(), self.engine.parts
         for name, g in gradients.items():
             block = self.engine.block[name]
+            if block.is_foreign or not parts[name].decay.coupled:
+                continue
             decays = [group_of[id(p)]["weight_decay"] for p in block.parameters]
             if any(decays):
                 pairs = zip(decays, block.parameters, strict=True)
@@ -187,14 +205,18 @@ class SPNGD(Inspectable, Optimizer):
 
     def _update(self, blocks: list[Block], updates: dict[str, Tensor]) -> None:
         """eq. 23 and 24 for the blocks that this rank works on, a group at a time."""
-        options = self.engine.options
-        if not options.decay.coupled:
-            self._shrink(blocks)
-        for group, params, changes in self._by_group(updates):
+        parts, by_decay = self.engine.parts, dict[Decay, list[Block]]()
+        for block in blocks:
+            if not block.is_foreign:
+                by_decay.setdefault(parts[block.name].decay, []).append(block)
+        self._shrink([b for d, bs in by_decay.items() if not d.coupled for b in bs])
+        for group, average, params, changes in self._by_group(updates):
             lr, momentum = group["lr"], group["momentum"]
-            options.average.move(self.state, params, changes, lr, momentum)
-        for weight, change in options.decay.rescaled(blocks):
-            options.average.follow(self.state, weight, change)
+            average.move(self.state, params, changes, lr, momentum)
+        for decay, its in by_decay.items():
+            for block, change in decay.rescaled(its):
+                average = parts[block.name].average
+                average.follow(self.state, block.parameters[0], change)
 
     def _shrink(self, blocks: list[Block]) -> None:
         """Decoupled decay, of weights that have factors."""
@@ -206,18 +228,24 @@ class SPNGD(Inspectable, Optimizer):
 
     def _by_group(
         self, stacks: dict[str, Tensor]
-    ) -> Iterator[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
-        """Parameters of the named blocks and tensors like them, by parameter group."""
+    ) -> Iterator[tuple[dict[str, Any], Average, list[Tensor], list[Tensor]]]:
+        """Our parameters of the named blocks and tensors like them, by group."""
         group_of = self._group_of()
         by_group: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        averages: dict[int, Average] = {}
         for name, stack in stacks.items():
             block = self.engine.block[name]
+            if block.is_foreign:
+                continue
             for p, x in zip(block.parameters, block.unfold(stack), strict=True):
-                by_group.setdefault(id(group_of[id(p)]), []).append((p, x))
+                number = id(group_of[id(p)])
+                by_group.setdefault(number, []).append((p, x))
+                averages[number] = self.engine.parts[name].average
         for group in self.param_groups:
             pairs = by_group.get(id(group), [])
             if pairs:
-                yield group, [p for p, _ in pairs], [x for _, x in pairs]
+                params, tensors = [p for p, _ in pairs], [x for _, x in pairs]
+                yield group, averages[id(group)], params, tensors
 
     def _before(self, mine: list[Block]) -> dict[int, Tensor] | None:
         """The weights that this rank will change, if only changes are to be shared."""
@@ -225,11 +253,13 @@ class SPNGD(Inspectable, Optimizer):
         wire = engine.comm.options.wire_dtype("share_updates", engine.like.dtype)
         if engine.comm.world == 1 or wire == engine.like.dtype:
             return None
-        return {id(p): p.clone() for b in mine for p in b.parameters}
+        ours = [b for b in mine if not b.is_foreign]
+        return {id(p): p.clone() for b in ours for p in b.parameters}
 
     def _share_weights(
         self,
         mine: list[Block],
+        updates: dict[str, Tensor],
         present: frozenset[str],
         before: dict[int, Tensor] | None,
     ) -> None:
@@ -237,17 +267,25 @@ class SPNGD(Inspectable, Optimizer):
 
         In half precision their changes instead, which all ranks add, rounded alike: a
         rounded weight would swallow the changes that are smaller than its last bit.
+        Of parameters that another optimizer has, the mean gradient.
         """
         engine = self.engine
         if engine.comm.world == 1:
             return
-        shared = {b.name: b.fold(list(b.parameters)) for b in mine}
-        if before is not None:
-            for b in mine:
+        shared = dict(updates)
+        for b in mine:
+            if not b.is_foreign:
+                shared[b.name] = b.fold(list(b.parameters))
+            if not b.is_foreign and before is not None:
                 old = b.fold([before[id(p)] for p in b.parameters])
                 shared[b.name] = shared[b.name] - old
-        for name, stack in engine.share(shared, present).items():
+        foreign = {n: u for n, u in updates.items() if engine.block[n].is_foreign}
+        for name, stack in (foreign | engine.share(shared, present)).items():
             block = engine.block[name]
+            if block.is_foreign:
+                if engine.own_gradients:
+                    block.write_gradient(stack)
+                continue
             for p, x in zip(block.parameters, block.unfold(stack), strict=True):
                 p.copy_(x if before is None else before.get(id(p), p) + x)
 
@@ -260,17 +298,10 @@ class SPNGD(Inspectable, Optimizer):
         self._gather_velocity()
 
     def _gather_velocity(self) -> None:
-        gather_momentum(self.state, self.engine, self.engine.options.average)
+        gather_momentum(self.state, self.engine)
 
     def _group_of(self) -> dict[int, dict[str, Any]]:
-        groups = {id(p): g for g in self.param_groups for p in g["params"]}
-        for block in self.engine.blocks:
-            if any(id(p) not in groups for p in block.parameters):
-                raise ValueError(
-                    f"The parameters of {block.name} are in no parameter group. Must "
-                    "be in one, or have requires_grad=False."
-                )
-        return groups
+        return {id(p): g for g in self.param_groups for p in g["params"]}
 
     def state_dict(self) -> dict[str, Any]:
         """Momentum, groups, and the statistics under a key of their own."""

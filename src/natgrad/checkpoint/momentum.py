@@ -15,33 +15,40 @@ if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
 
 
-def gather_momentum(state: State, engine: "Engine", average: Average) -> None:
+def averages_of(engine: "Engine") -> Iterator[tuple[Tensor, Average]]:
+    """Every parameter that is ours, with what its momentum is an average of."""
+    for block in engine.blocks:
+        for p in () if block.is_foreign else block.parameters:
+            yield p, engine.parts[block.name].average
+
+
+def gather_momentum(state: State, engine: "Engine") -> None:
     """Collective: every rank gets the momentum of all parameters."""
     comm = engine.comm
     if comm.world == 1:
         return
-    sources = list(_first_workers(engine))
-    for p, source in sources:
+    first = {
+        id(p): engine.plan.workers[block.name][0]
+        for block in engine.blocks
+        for p in block.parameters
+    }
+    massive: list[Tensor] = []
+    for p, average in averages_of(engine):
         velocity = average.velocity(state, p).contiguous()
-        state[p][VELOCITY] = comm.broadcast(velocity, source)
-    if average.keeps_mass:
-        held = [state[p][MASS] if r == comm.rank else 0.0 for p, r in sources]
+        state[p][VELOCITY] = comm.broadcast(velocity, first[id(p)])
+        massive += [p] if average.keeps_mass else []
+    if massive:
+        held = [state[p][MASS] if first[id(p)] == comm.rank else 0.0 for p in massive]
         masses = comm.agree(engine.like.new_tensor(held, dtype=torch.float64))
-        for (p, _), mass in zip(sources, masses.tolist(), strict=True):
+        for p, mass in zip(massive, masses.tolist(), strict=True):
             state[p][MASS] = mass
 
 
-def _first_workers(engine: "Engine") -> Iterator[tuple[Tensor, int]]:
-    for block in engine.blocks:
-        for p in block.parameters:
-            yield p, engine.plan.workers[block.name][0]
-
-
 def worked_on(engine: "Engine", mine: bool) -> list[Tensor]:
-    """The parameters that this rank updates, or the others."""
+    """Of our parameters those that this rank updates, or the others."""
     rank, workers = engine.comm.rank, engine.plan.workers
     blocks = [b for b in engine.blocks if (rank in workers[b.name]) == mine]
-    return [p for block in blocks for p in block.parameters]
+    return [p for b in blocks if not b.is_foreign for p in b.parameters]
 
 
 def require_momentum(
@@ -51,8 +58,8 @@ def require_momentum(
 
     A rank needs the momentum only of what it works on; of the rest there may be none.
     """
-    averages = engine.options.average.keeps_mass
     idle = {id(p) for p in worked_on(engine, mine=False)}
+    masses = {id(p) for p, average in averages_of(engine) if average.keeps_mass}
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         require_setting(saved, "momentum", 1.0)
         require_setting(saved, "weight_decay", math.inf)
@@ -66,7 +73,7 @@ def require_momentum(
                     f"state. Must be a finite tensor of shape {tuple(p.shape)}."
                 )
             mass: Any = entry.get(MASS)
-            if averages and not (missing or _is_share(mass)):
+            if id(p) in masses and not (missing or _is_share(mass)):
                 raise ValueError(
                     f"Invalid mass={mass!r} of parameter {number} in the saved "
                     "optimizer state. Must be a number in [0, 1], as saved with "

@@ -129,7 +129,7 @@ def _file_moment(engine: "Engine", block: Block) -> dict[str, Any]:
 
 def _shapes(engine: "Engine", s: StatisticState) -> dict[str, list[tuple[int, ...]]]:
     """Of every tensor that may ever be kept of a statistic."""
-    watched = engine.options.refresh.tolerance is not None
+    watched = engine.parts[s.spec.block].refresh.tolerance is not None
     return {
         "average": [(s.spec.packed,)],
         "inverse": inverse_shapes(s.spec, engine.statistics.is_eigen(s)),

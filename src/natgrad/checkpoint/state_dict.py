@@ -16,7 +16,7 @@ def save(engine: "Engine") -> dict[str, Any]:
     states, account = statistics.states.values(), statistics.account
     return {
         **saved_state.save(states, engine.step),
-        "rule": engine.options.rule.spec(),
+        "rules": {b.name: b.rule.spec() for b in engine.blocks},
         "moments": engine.moments.save(),
         "budget": None if account is None else account.state_dict(),
         "skipped_steps": engine.skipped_steps,

@@ -30,7 +30,7 @@ def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
     # before the keys, which other versions have others of
     require("version", state["version"], VERSION)
     _require_keys("state", state, ("step", "statistics", "calls", "moments"))
-    _require_rule(state.get("rule"), engine.options.rule.spec())
+    _require_rules(state.get("rules"), engine)
     saved = state.get("part")
     if saved is not None and not (isinstance(saved, list | tuple) and len(saved) == 3):
         _refuse("part", saved, "None, or a rank, the number of ranks and a plan")
@@ -47,10 +47,16 @@ def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
     _require_budget(state.get("budget"))
 
 
-def _require_rule(saved: Any, here: Mapping[str, Any]) -> None:
-    """The factors are prepared for one rule, and its moments are in its bases."""
-    if saved != here:
-        _refuse("rule", saved, f"{here!r}, the rule of this optimizer")
+def _require_rules(saved: Any, engine: "Engine") -> None:
+    """Factors are prepared for one rule, and its moments are in its bases."""
+    rules = _dict("rules", saved)
+    for block in engine.blocks:
+        if block.name in rules and rules[block.name] != block.rule.spec():
+            raise ValueError(
+                f"The saved natgrad state of {block.name} is of the rule "
+                f"{rules[block.name]}. Must be {block.rule.spec()}, the rule that this "
+                "optimizer has for it."
+            )
 
 
 def _require_ours(state: Any) -> None:

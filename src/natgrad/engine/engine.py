@@ -29,6 +29,8 @@ from natgrad.engine.planning import Planning
 from natgrad.engine.step import Directions, Update, Updates
 from natgrad.factors.statistics import Refreshed, Statistics
 from natgrad.layers.registration import (
+    Groups,
+    parts_for,
     register,
     shape_of,
     statistics_like,
@@ -36,14 +38,15 @@ from natgrad.layers.registration import (
 )
 from natgrad.options import Options
 from natgrad.plan import Plan
-from natgrad.rules.lengths import Sight
+from natgrad.rules.lengths import Length, Sight
 from natgrad.rules.preconditioner import Preconditioner
 
 
 class Engine:
     """Blocks, plan, hooks, statistics and communication for one model.
 
-    ``trained`` are the ids of the parameters to precondition, if not all.
+    ``groups`` has the parts of the update by the ids of the parameters to train, if
+    they are not all the same.
 
     A step is `run`.
     """
@@ -54,7 +57,7 @@ class Engine:
         options: Options,
         *,
         grad_scaler: torch.amp.GradScaler | None,
-        trained: frozenset[int] | None = None,
+        groups: Groups | None = None,
     ) -> None:
         self.options = options
         group = options.group
@@ -65,9 +68,10 @@ class Engine:
         self._reduced: list[Tensor] = []
         self.before_replan: list[Callable[[], None]] = []
         self.model, ddp = unwrap(model)
-        self.blocks = register(self.model, options, trained)
+        self.blocks = register(self.model, options, groups)
         require_unwatched(self.blocks)
         self.block = {b.name: b for b in self.blocks}
+        self.parts = {b.name: parts_for(b, options, groups) for b in self.blocks}
         self.like = statistics_like(self.blocks)
         self._planning = Planning(
             self.model,
@@ -89,7 +93,13 @@ class Engine:
             make_alike(self.model, self.comm)
         self.meter = Meter(self.like.device)
         self.statistics = Statistics(
-            self.blocks, options, self.plan, self.comm, self.like, self.meter
+            self.blocks,
+            options,
+            self.parts,
+            self.plan,
+            self.comm,
+            self.like,
+            self.meter,
         )
         self.statistics.seconds = {} if self._planning.measures else None
         self.preconditioner = Preconditioner(self.statistics)
@@ -147,8 +157,8 @@ class Engine:
             self.refresh(sums, verdict, gradients)
             given = update.directions(gradients)
             updates = self.precondition(given)
-            found = self.measured(updates, given, update.learning_rate(), verdict)
-            update.write(found)
+            updates, clips = self.measured(updates, given, update)
+            update.write(Updates(updates, clips, verdict.present))
             self.end()
         return True
 
@@ -218,28 +228,37 @@ class Engine:
         return updates
 
     def measured(
-        self,
-        updates: dict[str, Tensor],
-        given: Directions,
-        lr: float,
-        verdict: Verdict,
-    ) -> Updates:
-        """Updates at the length that is wanted."""
+        self, updates: dict[str, Tensor], given: Directions, update: Update
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Updates at their lengths, and factors that some are still to be clipped by.
+
+        All ranks see the lengths in one order, whatever they work on.
+        """
         rank, workers = self.comm.rank, self.plan.workers
-        sight = Sight(
-            blocks=self.block,
-            directions=given.directions,
-            gradients=given.gradients,
-            like=self.like,
-            lr=lr,
-            # several ranks may work on a block: the first counts it
-            first=frozenset(name for name in updates if workers[name][0] == rank),
-            total=self.comm.agree,
-        )
-        length = self.options.the_length
-        updates = length.scaled(updates, sight)
-        clip = length.clip(updates, sight)
-        return Updates(updates=updates, clip=clip, present=verdict.present)
+        by_length: dict[Length, list[str]] = {}
+        for name, parts in self.parts.items():
+            by_length.setdefault(parts.length, []).append(name)
+        found: dict[str, Tensor] = {}
+        clips: dict[str, Tensor] = {}
+        for length, names in by_length.items():
+            mine = {name: updates[name] for name in names if name in updates}
+            sight = Sight(
+                blocks=self.block,
+                directions=given.directions,
+                gradients=given.gradients,
+                like=self.like,
+                lr=update.learning_rate(names),
+                # several ranks may work on a block: the first counts it
+                first=frozenset(name for name in mine if workers[name][0] == rank),
+                total=self.comm.agree,
+            )
+            mine = length.scaled(mine, sight)
+            clip = length.clip(mine, sight)
+            found |= mine
+            if clip is not None:
+                layers = [name for name in names if self.block[name].kind is not None]
+                clips |= dict.fromkeys(layers, clip)
+        return {name: found[name] for name in updates}, clips
 
     def share(
         self, values: dict[str, Tensor], present: frozenset[str]

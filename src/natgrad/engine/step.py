@@ -1,5 +1,6 @@
 """What one stage of a step hands on to the next, and what an optimizer adds to it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,18 +20,19 @@ class Directions:
     gradients: dict[str, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Updates:
     """What came of the rules, on this rank.
 
     Attributes:
         updates: ``(s, m, n)`` by block name, at their own lengths.
-        clip: a factor for the updates of all layers; None for 1.
+        clips: factors that updates are still to be multiplied by, where there are any;
+            of a block that another rank works on too.
         present: names of the blocks that have a gradient on some rank.
     """
 
     updates: dict[str, Tensor]
-    clip: Tensor | None
+    clips: dict[str, Tensor]
     present: frozenset[str]
 
 
@@ -45,8 +47,8 @@ class Update(Protocol):
         """From the mean gradients of the blocks that this rank works on."""
         ...
 
-    def learning_rate(self) -> float:
-        """The largest, which the KL clip knows the step by."""
+    def learning_rate(self, names: Sequence[str]) -> float:
+        """The largest of these blocks', which the KL clip knows the step by."""
         ...
 
     def write(self, found: Updates) -> None:

@@ -5,7 +5,6 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from natgrad.capture.recorder import POSITION_KINDS
 from natgrad.diagnostics.timer import Meter
 from natgrad.distributed.communicator import Communicator
 from natgrad.engine.agreement import Verdict
-from natgrad.factors.refresh import Timing
+from natgrad.factors.prepared import Found, Wanted, pack, prepare, unflattened, unpack
+from natgrad.factors.refresh import Refresh, Timing
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
 from natgrad.math import foreach
@@ -22,10 +22,6 @@ from natgrad.math.inverse import (
     Inverse,
     InverseError,
     damped_from_eigen,
-    damped_inverses,
-    damped_powers,
-    damped_roots,
-    eigendecompositions,
     pi_split,
     split_damping,
 )
@@ -36,10 +32,11 @@ from natgrad.math.statistics import own_moment
 from natgrad.options import Options
 from natgrad.plan import Plan
 from natgrad.plan.cost import CostModel
+from natgrad.rules.parts import Parts
 from natgrad.rules.rule import Rule
 
 MAX_FAILURES = 3
-Findings = dict[str, Inverse | InverseError]
+Findings = dict[str, Found]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +59,8 @@ class Statistics:
         self,
         blocks: Iterable[Block],
         options: Options,
+        parts: Mapping[str, Parts],
+        *,
         plan: Plan,
         comm: Communicator,
         like: Tensor,
@@ -69,6 +68,7 @@ class Statistics:
     ) -> None:
         self.options, self.plan, self.comm, self.like = options, plan, comm, like
         self.block = {b.name: b for b in blocks}
+        self._parts, self._distinct = parts, list(dict.fromkeys(parts.values()))
         self.states = {
             s.name: StatisticState(spec=s)
             for b in self.block.values()
@@ -128,14 +128,15 @@ class Statistics:
 
     def _require_schedules(self) -> None:
         """Raise on a schedule's illegal value before anything has changed."""
-        self.options.damping_at(self.step)
-        self.options.refresh.after_statistic(self.step, Timing())
-        self.options.refresh.after_inverse(self.step, Timing())
+        for parts in self._distinct:
+            parts.damping_at(self.step)
+            parts.refresh.after_statistic(self.step, Timing())
+            parts.refresh.after_inverse(self.step, Timing())
 
     def damping_of(self, block: Block) -> float:
         """Lambda of a block at this step."""
         ratio = self.options.norm_damping_ratio if block.is_norm else 1.0
-        return ratio * self.options.damping_at(self.step)
+        return ratio * self._parts[block.name].damping_at(self.step)
 
     def factor_damping(self, s: StatisticState) -> float:
         """What is added to one factor, in the chosen damping style.
@@ -175,18 +176,18 @@ class Statistics:
     def _rule(self, s: StatisticState) -> Rule:
         return self.block[s.spec.block].rule
 
+    def _refresh(self, s: StatisticState) -> Refresh:
+        return self._parts[s.spec.block].refresh
+
+    def form(self, s: StatisticState) -> str:
+        """What is kept of it; see `natgrad.factors.prepared`."""
+        if s.spec.kind == "S":
+            return "moment"
+        return self._rule(s).form if s.spec.is_factor else "inverse"
+
     def is_eigen(self, s: StatisticState) -> bool:
         """Whether its inverse is kept as an eigendecomposition."""
-        return s.spec.is_factor and self._rule(s).form == "eigen"
-
-    def is_root(self, s: StatisticState) -> bool:
-        """Whether a root of its inverse is kept: an upper triangular W."""
-        return s.spec.is_factor and self._rule(s).form == "root"
-
-    def _power(self, s: StatisticState) -> float | None:
-        """The power of it that is kept, if that is what the rule wants."""
-        rule = self._rule(s)
-        return rule.power if s.spec.is_factor and rule.form == "power" else None
+        return self.form(s) == "eigen"
 
     def _estimate(
         self, due: list[StatisticState], sums: dict[str, Tensor], verdict: Verdict
@@ -286,28 +287,19 @@ class Statistics:
         return findings
 
     def _decompose(self, mine: list[StatisticState]) -> Findings:
-        eigen = [s for s in mine if self.is_eigen(s)]
-        roots = [s for s in mine if self.is_root(s)]
-        moments = [s for s in mine if s.spec.kind == "S"]
-        powers = [s for s in mine if self._power(s) is not None]
-        kept = {s.spec.name for s in (*eigen, *roots, *moments, *powers)}
-        plain = [s for s in mine if s.spec.name not in kept]
-        earlier = [
-            s.inverse if self._rule(s).basis == "tracked" else None for s in eigen
-        ]
-        bases = eigendecompositions([self.dense(s) for s in eigen], earlier)
-        findings: Findings = dict(zip((s.spec.name for s in eigen), bases, strict=True))
-        findings |= {s.spec.name: (self.dense(s).clone(),) for s in moments}
-        ways = [(plain, damped_inverses), (roots, damped_roots)]
-        for power in sorted({self._power(s) or 0.0 for s in powers}):
-            same = [s for s in powers if self._power(s) == power]
-            ways.append((same, partial(damped_powers, power=power)))
-        for group, invert in ways:
-            dampings = [self.factor_damping(s) for s in group]
-            inverses = invert([self.dense(s) for s in group], dampings)
-            for s, x in zip(group, inverses, strict=True):
-                findings[s.spec.name] = x if isinstance(x, InverseError) else (x,)
-        return findings
+        found = prepare([self._wanted(s) for s in mine])
+        return {s.spec.name: x for s, x in zip(mine, found, strict=True)}
+
+    def _wanted(self, s: StatisticState) -> Wanted:
+        rule, form = self._rule(s), self.form(s)
+        tracked = form == "eigen" and rule.basis == "tracked"
+        return Wanted(
+            matrix=self.dense(s),
+            form=form,
+            damping=0.0 if form in ("eigen", "moment") else self.factor_damping(s),
+            power=rule.power if form == "power" else 1.0,
+            earlier=s.inverse if tracked else None,
+        )
 
     def _share_findings(
         self, inverted: list[StatisticState], findings: Findings
@@ -338,28 +330,29 @@ class Statistics:
 
     def _judge(self, findings: Findings) -> dict[str, int]:
         """The next interval of each new inverse, from it and the two before it."""
-        refresh, tolerance = self.options.refresh, self.options.refresh.tolerance
         found = {n: x for n, x in findings.items() if not isinstance(x, InverseError)}
         states = [self.states[name] for name in found]
-        if tolerance is None:
-            return {s.spec.name: s.timing.interval for s in states}
+        intervals = {s.spec.name: s.timing.interval for s in states}
+        states = [s for s in states if self._refresh(s).tolerance is not None]
         # all are compared before one is read: that is one synchronisation
-        compared = [self._compare(s, found[s.spec.name], tolerance) for s in states]
+        compared = [self._compare(s, found[s.spec.name]) for s in states]
         flat = [x for similar in compared for x in similar]
         known: Iterator[bool] = iter(torch.stack(flat).tolist() if flat else ())
-        intervals: dict[str, int] = {}
         for s, similar in zip(states, compared, strict=True):
             last, before = [*(next(known) for _ in similar), False, False][:2]
-            intervals[s.spec.name] = refresh.judge(last, before, s.timing)
+            judge = self._refresh(s).judge
+            intervals[s.spec.name] = judge(last, before, s.timing)
         return intervals
 
-    def _compare(self, s: StatisticState, new: Inverse, limit: float) -> list[Tensor]:
+    def _compare(self, s: StatisticState, new: Inverse) -> list[Tensor]:
         """Whether a damped inverse is similar to the last and to the one before."""
+        limit = self._refresh(s).tolerance
+        assert limit is not None
         damped = new[0]
         if self.is_eigen(s):
             damped = damped_from_eigen(new[0], new[1], self.factor_damping(s))
         # unpacked again: packed, the Frobenius norm would miss half of the matrix
-        earlier = (self._unflatten_inverse(x, s) for x in s.history)
+        earlier = (unflattened(x, s.spec, self.form(s)) for x in s.history)
         similar = [is_similar(damped, x, limit) for x in earlier]
         s.history = [flatten(damped), *s.history[:1]]
         return similar
@@ -373,47 +366,29 @@ class Statistics:
         )
         for s in states:
             if self._owns(s) and s.inverse is not None:
-                flight.put(s.spec.name, self._pack_inverse(s, s.inverse))
+                flight.put(s.spec.name, pack(s.inverse, self.form(s)))
         # in half precision an owner gets its own back, rounded as others see it
         for name, flat in flight.finish().items():
             s = self.states[name]
-            s.inverse = self._unpack_inverse(s, flat)
-
-    def _pack_inverse(self, s: StatisticState, inverse: Inverse) -> Tensor:
-        if self.is_eigen(s):
-            return torch.cat([x.flatten() for x in inverse])
-        return flatten(inverse[0])
-
-    def _unpack_inverse(self, s: StatisticState, flat: Tensor) -> Inverse:
-        if not self.is_eigen(s):
-            return (self._unflatten_inverse(flat, s),)
-        stack, size = s.spec.stack, s.spec.size
-        vectors, values = flat.split([flat.numel() - stack * size, stack * size])
-        if not s.spec.diagonal:
-            vectors = vectors.reshape(stack, size, size)
-        return vectors, values.reshape(stack, size)
-
-    def _unflatten_inverse(self, flat: Tensor, s: StatisticState) -> Tensor:
-        """A dense inverse or root; of the root only the upper triangle was packed."""
-        dense = unflatten(flat, s.spec.stack, s.spec.size, s.spec.diagonal)
-        return dense.triu_() if self.is_root(s) and dense.dim() == 3 else dense
+            s.inverse = unpack(flat, s.spec, self.form(s))
 
     def _advance(
         self, estimated: list[StatisticState], inverted: list[StatisticState]
     ) -> None:
         """Set when each statistic is due next; forget averages nobody will need."""
-        refresh, fresh = self.options.refresh, {s.spec.name for s in estimated}
+        fresh = {s.spec.name for s in estimated}
         names = tuple(s.spec.name for s in inverted)
         self.last = Refreshed(estimated=tuple(sorted(fresh)), inverted=names)
         for s in inverted:
             s.timing.inverted += 1
             s.timing.inverted_at = self.step
-            s.timing.inverses_at = refresh.after_inverse(self.step, s.timing)
+            s.timing.inverses_at = self._refresh(s).after_inverse(self.step, s.timing)
         for name, s in self.states.items():
             if name in fresh:
                 s.timing.refreshed += 1
                 s.timing.refreshed_at = self.step
-                s.timing.statistics_at = refresh.after_statistic(self.step, s.timing)
+                after = self._refresh(s).after_statistic
+                s.timing.statistics_at = after(self.step, s.timing)
             else:
                 s.timing.skipped += 1
         for s in inverted:

@@ -1,6 +1,7 @@
 """A model's parameters as blocks, and what is said about those that fall silent."""
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -9,16 +10,21 @@ from natgrad.layers import Block, LayerOptions, find_blocks
 from natgrad.options import Options
 from natgrad.rules.fallbacks import Plain
 from natgrad.rules.kronecker import Kronecker
+from natgrad.rules.parts import Parts
 from natgrad.rules.rule import Rule
+
+Groups = Mapping[int, Parts]
 
 
 def register(
-    model: nn.Module, options: Options, trained: frozenset[int] | None = None
+    model: nn.Module, options: Options, groups: Groups | None = None
 ) -> list[Block]:
     """A model's blocks; raises if there is nothing to precondition.
 
-    ``trained`` are the ids of the optimizer's parameters, None if it has all.
+    ``groups`` has the parts of the update by the ids of the optimizer's parameters;
+    None if it has all, with the same parts.
     """
+    trained = None if groups is None else frozenset(groups)
     _require_whole(model)
     blocks = find_blocks(
         model,
@@ -47,20 +53,27 @@ def register(
             f"{', '.join(kinds)}. natgrad.register_layer(type, kind) adds one."
         )
     for block in blocks:
-        block.rule = rule_for(block, options)
+        block.rule = rule_for(block, parts_for(block, options, groups))
     return blocks
 
 
-def rule_for(block: Block, options: Options) -> Rule:
+def parts_for(block: Block, options: Options, groups: Groups | None) -> Parts:
+    """What the update of a block is made of."""
+    if groups is None or block.is_foreign:
+        return options.parts()
+    return groups[id(block.parameters[0])]
+
+
+def rule_for(block: Block, parts: Parts) -> Rule:
     """The rule of a block: by whether it has two-sided factors, others, or none."""
     if block.is_foreign:
         return Plain()
     if block.kind is None:
-        return options.fallback
+        return parts.fallback
     if block.is_factored:
-        return options.rule
+        return parts.rule
     # A normalisation layer's one statistic is inverted as it is.
-    style = "relative" if options.rule.style == "relative" else "factored"
+    style = "relative" if parts.rule.style == "relative" else "factored"
     return Kronecker(style=style)
 
 

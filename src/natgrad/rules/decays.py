@@ -16,8 +16,8 @@ class Decay:
     coupled: bool = True
     """Whether the decay is part of the gradient; else each step shrinks the weight."""
 
-    def rescaled(self, blocks: Sequence[Block]) -> list[tuple[Tensor, Tensor]]:
-        """Change weights after the update; returns them with their changes."""
+    def rescaled(self, blocks: Sequence[Block]) -> list[tuple[Block, Tensor]]:
+        """Change weights after the update; returns the blocks with their changes."""
         return []
 
 
@@ -40,18 +40,16 @@ class Decoupled(Decay):
 class Rescaled(Decay):
     """As `Coupled`, and weights are kept at norm sqrt(2 d_out) (SP-NGD, eq. 24)."""
 
-    def rescaled(self, blocks: Sequence[Block]) -> list[tuple[Tensor, Tensor]]:
+    def rescaled(self, blocks: Sequence[Block]) -> list[tuple[Block, Tensor]]:
         """Bring the weights of linear and convolution layers to that norm."""
         blocks = [b for b in blocks if b.kind is not None and b.kind.rescaled]
-        weights: list[Tensor] = [b.parameters[0] for b in blocks]
+        weights: list[Tensor] = [b.parameters[0].detach() for b in blocks]
         if not weights:
             return []
-        before = [w.detach().clone() for w in weights]
-        norms = foreach.norms([w.detach() for w in weights])
+        before = [w.clone() for w in weights]
         factors = [
             rescale_factor(norm, b.spec.stack * b.spec.rows)
-            for b, norm in zip(blocks, norms, strict=True)
+            for b, norm in zip(blocks, foreach.norms(weights), strict=True)
         ]
-        foreach.multiply_([w.detach() for w in weights], factors)
-        changes = foreach.subtract([w.detach() for w in weights], before)
-        return list(zip(weights, changes, strict=True))
+        foreach.multiply_(weights, factors)
+        return list(zip(blocks, foreach.subtract(weights, before), strict=True))
