@@ -96,10 +96,10 @@ class Engine:
             self.blocks,
             options,
             self.parts,
-            self.plan,
-            self.comm,
-            self.like,
-            self.meter,
+            plan=self.plan,
+            comm=self.comm,
+            like=self.like,
+            meter=self.meter,
         )
         self.statistics.seconds = {} if self._planning.measures else None
         self.preconditioner = Preconditioner(self.statistics)
