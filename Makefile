@@ -6,10 +6,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check docs bench soak format clean
+.PHONY: help venv demo quick test-library test-lab test test-all durations check lint \
+	types docs bench soak format clean
+
+# All cores; tests that share a fixture stay on one of them, the longest go first.
+WORKERS ?= auto
+PARALLEL := -q --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(PARALLEL)
+
+# An environment with torch and the tools alone; TORCH='torch==2.14.*' for another one.
+ALONE := .venv-library
+TORCH ?= $(shell grep '^torch==' constraints.txt)
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## create .venv and install natgrad with its extras into it
 
@@ -22,16 +32,41 @@ $(STAMP): pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ./lab -e '.[dev,docs,integrations]'
 	@touch $@
 
+$(ALONE)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ALONE)
+	grep -v '^torch==' constraints.txt > $(ALONE)/constraints.txt
+	$(ALONE)/bin/python -m pip install --quiet -c $(ALONE)/constraints.txt '$(TORCH)' -e '.[dev]'
+	@touch $@
+
 demo: $(STAMP) ## train on digits with SGD, KFAC, Polar and SPNGD, the last on two processes too
 	$(BIN)/natgrad demo
 
-check: $(STAMP) ## lint, formatting and types
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/pyright
 
-test: check ## check, then every test
-	$(BIN)/python -m pytest --durations=20
+check: lint types ## lint, formatting and types
+
+quick: check ## check, then the tests that need neither processes nor ten seconds
+	$(PYTEST) -m 'not processes and not slow and not long'
+
+test-library: $(ALONE)/.installed ## the library's tests, where the lab is not installed
+	$(ALONE)/bin/python -m pytest $(PARALLEL) tests/library
+
+test-lab: $(STAMP) ## the tests of the lab, of faults and of integrations
+	$(PYTEST) tests/lab tests/faults tests/integrations
+
+test: check ## check, then every test but the long ones
+	$(PYTEST) --durations=20
+
+test-all: check ## every test, the long ones too, with torch.distributed's own checks
+	TORCH_DISTRIBUTED_DEBUG=DETAIL $(PYTEST) -m '' --durations=20
+
+durations: $(STAMP) ## write tests/durations.json, which says what is slow (on a quiet machine)
+	$(PYTEST) -m '' --write-durations
 
 docs: $(STAMP) ## build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
@@ -48,5 +83,5 @@ format: $(STAMP) ## apply the formatter and the safe lint fixes
 	$(BIN)/ruff format .
 
 clean: ## remove .venv, caches and build products (runs/ stays)
-	rm -rf $(VENV) build dist docs/_build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ALONE) build dist docs/_build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

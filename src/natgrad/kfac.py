@@ -127,6 +127,10 @@ class KFAC(Inspectable):
         if self.engine.own_gradients:  # else DDP, or nobody, must average them
             require_known(self.engine.model, self.engine.blocks)
 
+    def skipped(self, overflow: Tensor | None) -> bool:
+        """A scaler learns of overflows from the gradients that DDP has averaged."""
+        return False
+
     def directions(self, gradients: dict[str, Tensor]) -> Directions:
         """The gradients themselves, without the scale of a `GradScaler`."""
         unit = self._gradient_scale()

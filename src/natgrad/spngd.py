@@ -19,6 +19,7 @@ from natgrad.checkpoint.momentum import (
 from natgrad.checkpoint.optimizer_state import travel_with
 from natgrad.checkpoint.sharded import only_initialises
 from natgrad.engine.engine import Engine
+from natgrad.engine.overflow import Overflow
 from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Adaptive, Refresh
@@ -120,8 +121,13 @@ class SPNGD(Inspectable, Optimizer):
             for p in group["params"]
         }
         self.engine: Engine = Engine(
-            model, chosen, grad_scaler=grad_scaler, groups=owned
+            model,
+            chosen,
+            grad_scaler=grad_scaler,
+            groups=owned,
+            agrees_on_overflow=True,
         )
+        self._overflow = Overflow(self, self.engine, grad_scaler)
         check = partial(require_momentum, self, self.engine)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
@@ -147,9 +153,14 @@ class SPNGD(Inspectable, Optimizer):
         self.engine.run(self)
         return value
 
-    def begin(self) -> None:
-        """What must hold before a step."""
+    def begin(self) -> Tensor | None:
+        """What must hold before a step, and what a scaler found."""
         require_known(self.engine.model, self.engine.blocks)
+        return self._overflow.unscaled()
+
+    def skipped(self, overflow: Tensor | None) -> bool:
+        """Tell the scaler, if it is one's, that some rank has an overflow."""
+        return self._overflow.told(overflow)
 
     def directions(self, gradients: dict[str, Tensor]) -> Directions:
         """Gradients with coupled weight decay, and what momentum makes of them."""

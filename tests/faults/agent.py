@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 from tests.faults.launch import Outcome
+from tests.support.facts import starts_processes
 
 from natgrad_lab.train.metrics import read_metrics
 
@@ -32,6 +33,7 @@ _context = get_context("forkserver")
 Fault = tuple[int, int, str]
 
 
+@starts_processes
 @dataclass(kw_only=True)
 class Agent:
     """Runs ``natgrad`` with some words on ranks that have faults.

@@ -313,9 +313,10 @@ def test_three_failures_in_a_row_are_an_error_on_every_rank() -> None:
 
 
 def _scaled_alone(rank: int) -> str:
-    scaler = torch.amp.GradScaler("cpu")
+    scaler, model = torch.amp.GradScaler("cpu"), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        natgrad.SPNGD(mlp(), lr=0.1, grad_scaler=scaler)
+        natgrad.KFAC(model, optimizer, grad_scaler=scaler)
     except ValueError as error:
         return str(error)
     return "no error"

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.support.facts import starts_processes
 
 _context = get_context("forkserver")
 _context.set_forkserver_preload(["torch", "pytest", "hypothesis", "natgrad"])
@@ -30,6 +31,7 @@ class RankError(RuntimeError):
         self.rank = rank
 
 
+@starts_processes
 def run_world(
     world: int,
     function: Callable[..., Any],

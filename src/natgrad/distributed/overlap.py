@@ -22,16 +22,24 @@ from natgrad.math.packing import flatten, trace
 
 
 class Outbox:
-    """Statistics, and the gradients of ``blocks``, if DDP does not send them."""
+    """Statistics, and the gradients of ``blocks``, if DDP does not send them.
+
+    Gradients leave ``early``, under the backward, or in the step.
+    """
 
     def __init__(
-        self, comm: Communicator, like: Tensor, blocks: Sequence[Block] | None
+        self,
+        comm: Communicator,
+        like: Tensor,
+        blocks: Sequence[Block] | None,
+        *,
+        early: bool = True,
     ) -> None:
         overlap = comm.options.overlap and comm.world > 1
         self.sums = StatisticsOutbox(comm, like, overlap)
         self.gradients: GradientOutbox | None = None
         if blocks is not None:
-            self.gradients = GradientOutbox(comm, like, blocks, overlap)
+            self.gradients = GradientOutbox(comm, like, blocks, overlap and early)
 
     def open(self, names: Sequence[str]) -> None:
         """Begin a step that estimates these statistics."""

@@ -91,8 +91,16 @@ def reach_verdict(
     )
 
 
-def gradient_norm(blocks: Sequence[Block], means: list[Tensor], like: Tensor) -> Tensor:
-    """Finite just when every gradient on this rank is, and every mean over ranks."""
+def gradient_norm(
+    blocks: Sequence[Block],
+    means: list[Tensor],
+    like: Tensor,
+    overflow: Tensor | None = None,
+) -> Tensor:
+    """Finite just when every gradient on this rank is, and every mean over ranks.
+
+    Infinite where ``overflow`` > 0: what a scaler found; see Note [Agreed overflow].
+    """
     params = [p for b in blocks for p in b.parameters]
     grads = [
         p.grad.coalesce().values() if p.grad.is_sparse else p.grad
@@ -102,4 +110,7 @@ def gradient_norm(blocks: Sequence[Block], means: list[Tensor], like: Tensor) ->
     grads += means
     if not grads:
         return like.new_zeros(())
-    return torch.stack([x.to(like.dtype) for x in foreach.norms(grads)]).sum()
+    norm = torch.stack([x.to(like.dtype) for x in foreach.norms(grads)]).sum()
+    if overflow is None:
+        return norm
+    return norm.masked_fill(overflow.to(norm.device) > 0, math.inf)

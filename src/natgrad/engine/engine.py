@@ -46,7 +46,7 @@ class Engine:
     """Blocks, plan, hooks, statistics and communication for one model.
 
     ``groups`` has the parts of the update by the ids of the parameters to train, if
-    they are not all the same.
+    they are not all the same. ``agrees_on_overflow``: see Note [Agreed overflow].
 
     A step is `run`.
     """
@@ -58,6 +58,7 @@ class Engine:
         *,
         grad_scaler: torch.amp.GradScaler | None,
         groups: Groups | None = None,
+        agrees_on_overflow: bool = False,
     ) -> None:
         self.options = options
         group = options.group
@@ -82,7 +83,8 @@ class Engine:
         )
         self.auto = self._planning.auto
         self.own_gradients = not ddp and world_of(group) > 1
-        if self.own_gradients and grad_scaler is not None:
+        self._scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        if self.own_gradients and self._scaled and not agrees_on_overflow:
             raise ValueError(
                 "A GradScaler skips steps on one rank alone unless gradients are "
                 "averaged before it looks: wrap the model in DistributedDataParallel."
@@ -130,7 +132,8 @@ class Engine:
 
     def _open_outbox(self) -> Outbox:
         blocks = self.blocks if self.own_gradients else None
-        return Outbox(self.comm, self.like, blocks)
+        # a scaler writes to gradients after the backward: what left early would be void
+        return Outbox(self.comm, self.like, blocks, early=not self._scaled)
 
     @property
     def step(self) -> int:
@@ -146,12 +149,12 @@ class Engine:
         them, is its `Update`; all else is the same for every optimizer.
         """
         with self.attempt():
-            update.begin()
+            overflow = update.begin()
             captured, sums = self.reduce_statistics()
             gradients = self.reduce_gradients()
-            verdict = self.agree(captured)
+            verdict = self.agree(captured, overflow)
             if not verdict.finite:
-                self.skip_step()
+                self.skip_step(overflow=update.skipped(overflow))
                 return False
             gradients = verdict.among(gradients)
             self.refresh(sums, verdict, gradients)
@@ -193,12 +196,12 @@ class Engine:
             for name, flat in means.items()
         }
 
-    def agree(self, captured: Captured) -> Verdict:
+    def agree(self, captured: Captured, overflow: Tensor | None = None) -> Verdict:
         """What all ranks know alike. See Note [One decision on all ranks]."""
         traces, account = self._outbox.sums.traces, self.statistics.account
         return reach_verdict(
             self.comm,
-            norm=gradient_norm(self.blocks, self._reduced, self.like),
+            norm=gradient_norm(self.blocks, self._reduced, self.like, overflow),
             blocks={b.name: b.has_gradient for b in self.blocks},
             traces=traces,
             counts=[captured.count(name) for name in traces],
@@ -296,11 +299,11 @@ class Engine:
             self._replan()
         self.begin()
 
-    def skip_step(self) -> None:
+    def skip_step(self, *, overflow: bool = False) -> None:
         """Leave everything as it was: a gradient is not finite on some rank."""
-        self.skipped_steps += 1
+        self.skipped_steps += not overflow
         self.statistics.last = Refreshed()
-        if self.comm.rank == 0:
+        if self.comm.rank == 0 and not overflow:
             warnings.warn(
                 f"Step {self.step} is skipped: a gradient is not finite "
                 f"({self.skipped_steps} skipped so far).",

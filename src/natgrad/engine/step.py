@@ -39,8 +39,16 @@ class Updates:
 class Update(Protocol):
     """What `KFAC`, `SPNGD` and `Polar` add to `natgrad.engine.engine.Engine.run`."""
 
-    def begin(self) -> None:
-        """Raise unless a step may begin."""
+    def begin(self) -> Tensor | None:
+        """Raise unless a step may begin.
+
+        Returns what a scaler found, > 0 if gradients have overflown; None without one.
+        See Note [Agreed overflow].
+        """
+        ...
+
+    def skipped(self, overflow: Tensor | None) -> bool:
+        """Learn that the step is skipped; returns whether a scaler has been told."""
         ...
 
     def directions(self, gradients: dict[str, Tensor]) -> Directions:
