@@ -1,0 +1,1 @@
+"""Whether another commit trains to the same numbers, to the last bit."""
