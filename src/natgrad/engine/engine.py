@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.capture.captured import Captured
 from natgrad.capture.hooks import require_unwatched
-from natgrad.capture.recorder import Capture, Captured
+from natgrad.capture.recorder import Capture
 from natgrad.capture.sampling import differentiate, sampled_loss
 from natgrad.capture.unwrap import inside_ddp, unwrap
 from natgrad.checkpoint.gather import gather, part_of, release, warn_partial
