@@ -20,7 +20,7 @@ from natgrad.plan import Strategy
 from natgrad.requiring import require_choice, require_count, require_number
 from natgrad.rules.averages import Average, AverageUpdates
 from natgrad.rules.decays import Coupled, Decay
-from natgrad.rules.fallbacks import Adam, Plain
+from natgrad.rules.fallbacks import Plain, is_fallback
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.lengths import KLClip, LayerTrust, Length
 from natgrad.rules.parts import NAMES, Damping, Parts, plain
@@ -167,7 +167,7 @@ class Options:
 
     def _require_together(self) -> None:
         """Refuse choices that do not go together, and say why."""
-        if not isinstance(self.fallback, Plain | Adam):
+        if not is_fallback(self.fallback):
             raise ValueError(
                 f"Invalid fallback={self.fallback!r}. Parameters without a layer have "
                 "no factors, so must be Plain() or Adam()."

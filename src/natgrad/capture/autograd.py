@@ -12,18 +12,19 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def accumulates(p: Tensor) -> bool:
+def accumulates(p: Tensor) -> bool | None:
     """Whether the backward that runs now also makes the gradient of a leaf.
 
     One that only asks for gradients of inputs (an adversary's, a saliency map) does
-    not, though it passes through the same layers.
+    not, though it passes through the same layers. None if ``torch.autograd.grad`` was
+    asked for the leaf's gradient, which may or may not become its ``.grad``.
     """
     node = get_gradient_edge(p).node
     try:
         return torch._C._will_engine_execute_node(node)  # pyright: ignore
     except RuntimeError:
-        # torch refuses to tell of a leaf that autograd.grad was asked for by name
-        return True
+        # what torch says of a leaf that autograd.grad was asked for by name
+        return None
 
 
 class Sentinel:

@@ -1,4 +1,4 @@
-"""Where a model calls natgrad, also when it is compiled, copied or pickled.
+"""Where a model calls natgrad, also when it is compiled, copied or saved.
 
 Note [Compiled models]
 `torch.compile` does not notice hooks that change, and hooks that do anything cut its
@@ -10,8 +10,14 @@ hooks that were placed before and after the model was compiled or first called.
 Note [Who keeps whom]
 Hooks do not keep alive what they call: that is the optimizer's or the user's. When it
 is dropped, they go. A layer has the hooks of one natgrad optimizer at a time.
+
+Note [Saved models]
+A module's hooks are part of what is copied and pickled with it. Ours are left out, so
+that ``torch.save(model)`` writes what it would write without us: types of modules that
+have our hooks get a reducer (`copyreg`), which for all other modules changes nothing.
 """
 
+import copyreg
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,12 +25,13 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.layers import Block
 
 BeforeModel = Callable[[tuple[Any, ...], dict[str, Any]], None]
+AfterModel = Callable[[Any], None]
 AfterLayer = Callable[
     [Block, nn.Module, tuple[Any, ...], dict[str, Any], Any],
     None,
@@ -97,9 +104,9 @@ def _weakly(method: Function) -> Function:
 
 
 class Hooks:
-    """Calls back before a model's forward and after each layer's, while ``watching``.
+    """Calls back around a model's forward and after each layer's, while ``watching``.
 
-    Hooks are copied and pickled with a model; in the copy they do nothing.
+    A copy of the model, or what is saved of it, does not have them.
     """
 
     def __init__(
@@ -107,26 +114,32 @@ class Hooks:
         model: nn.Module,
         blocks: list[Block],
         before_model: BeforeModel,
+        after_model: AfterModel,
         after_layer: AfterLayer,
     ) -> None:
         self.watching = False
         # See Note [Who keeps whom].
-        before_model, after_layer = _weakly(before_model), _weakly(after_layer)
         # A caller may have set the stance itself: then the graph is cut after all.
-        self._before_model = as_written(before_model)
-        self._after_layer = as_written(after_layer)
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._model_hook, with_kwargs=True)
-        ]
+        self._before_model = as_written(_weakly(before_model))
+        self._after_model = as_written(_weakly(after_model))
+        self._after_layer = as_written(_weakly(after_layer))
+        self._handles: list[RemovableHandle] = []
+        self._place(
+            model,
+            model.register_forward_pre_hook(self._model_hook, with_kwargs=True),
+            model.register_forward_hook(self._output_hook),
+        )
         for block in blocks:
             for module in block.modules:
                 hook = partial(self._layer_hook, block)
                 handle = module.register_forward_hook(hook, with_kwargs=True)
-                self._handles.append(handle)
+                self._place(module, handle)
                 _WATCHED[module] = weakref.ref(self)
 
-    def __reduce__(self) -> tuple[Callable[[], "Hooks"], tuple[()]]:
-        return _idle, ()
+    def _place(self, module: nn.Module, *handles: RemovableHandle) -> None:
+        self._handles += handles
+        _OURS.update(handle.id for handle in handles)
+        leave_out_of_copies(type(module))
 
     @property
     def placed(self) -> bool:
@@ -152,6 +165,10 @@ class Hooks:
         if self.watching:
             self._before_model(args, kwargs)
 
+    def _output_hook(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.watching:
+            self._after_model(output)
+
     def _layer_hook(
         self,
         block: Block,
@@ -164,25 +181,47 @@ class Hooks:
             self._after_layer(block, module, args, kwargs, output)
 
 
-class _Nobody:
-    def called(self, *_: Any) -> None:
-        """What the hooks of a copy do."""
+# Numbers of hooks; torch gives each one only once.
+_OURS: set[int] = set()
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+_PROTOCOL = 2
+"""From which on modules are pickled in the same way."""
+
+Reducer = Callable[[Any], Any]
 
 
-def _idle() -> Hooks:
-    nobody = _Nobody()
-    return Hooks(nn.Identity(), [], nobody.called, nobody.called)
+def leave_out_of_copies(kind: type[nn.Module]) -> None:
+    """Copy and pickle modules of a type without our hooks. See Note [Saved models]."""
+    reduce: Reducer | None = copyreg.dispatch_table.get(kind)
+    if not isinstance(reduce, _WithoutHooks):
+        copyreg.dispatch_table[kind] = _WithoutHooks(reduce)
 
 
-def batch_size(tree: Any) -> int:
-    """The first dim of the first tensor in a model's arguments; 0 if there is none."""
-    if isinstance(tree, Tensor):
-        return tree.shape[0] if tree.dim() else 0
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if isinstance(tree, list | tuple):
-        for leaf in tree:  # pyright: ignore[reportUnknownVariableType]
-            size = batch_size(leaf)
-            if size:
-                return size
-    return 0
+class _WithoutHooks:
+    """Reduces a module to what it would be reduced to without us."""
+
+    def __init__(self, reduce: Reducer | None) -> None:
+        self._reduce = reduce
+
+    def __call__(self, module: nn.Module) -> Any:
+        reduce = self._reduce
+        reduced = reduce(module) if reduce else module.__reduce_ex__(_PROTOCOL)
+        if isinstance(reduced, str) or len(reduced) < 3:
+            return reduced
+        make, arguments, state, *rest = reduced
+        if isinstance(state, dict):
+            state = {k: _others(v) if k in _HOOKS else v for k, v in state.items()}
+        return make, arguments, state, *rest
+
+
+def _others(hooks: Any) -> Any:
+    """The hooks of a module that are not ours; the very same dict if none is ours."""
+    if not isinstance(hooks, dict) or _OURS.isdisjoint(hooks):
+        return hooks
+    return type(hooks)((k, v) for k, v in hooks.items() if k not in _OURS)

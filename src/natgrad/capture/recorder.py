@@ -12,12 +12,16 @@ gradient of the layer's weight (an adversary asks for that of the inputs). A ten
 hook, unlike a module's backward hook, also works when the next layer is an in-place
 ReLU.
 
+Note [By name]
+`torch.autograd.grad` of parameters is either a probe beside the loss or what the step
+will use, put into ``.grad`` by hand. What it shows is kept aside: it counts if the step
+has no other backward, and else it was a probe. Where that is wrong, `ignore` says so.
+
 Note [Scaling]
 With N the terms that the loss averages over, the gradient of one term is ghat = N g.
 So the sum of ghat ghat^T is N^2 times the sum of g g^T, and G is that over the number
-of examples. N is the batch size that the model was called with; it is multiplied by k
-when the losses of k micro-batches were each divided by k. A micro-batch is a forward
-of the model; without one, what layers did between two backwards. If N is given for the
+of examples. N is that of the micro-batch (Note [Terms] in `forwards`); it is multiplied
+by k when the losses of k micro-batches were each divided by k. If N is given for the
 whole step, there is no k. An AMP loss scale S multiplies g and is divided out again.
 The loss of sampled labels has neither k nor S.
 """
@@ -26,75 +30,19 @@ import random
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.capture.autograd import Sentinel, accumulates, backward_id
-from natgrad.capture.hooks import Hooks, batch_size
+from natgrad.capture.captured import POSITION_KINDS, Call, Captured, Rows, Use
+from natgrad.capture.forwards import Forward, Forwards, MicroBatch
+from natgrad.capture.hooks import Hooks
 from natgrad.diagnostics.timer import Meter
-from natgrad.layers import Block, Observed
+from natgrad.layers import Block
 from natgrad.requiring import require_count
-
-Rows = slice | EllipsisType
-POSITION_KINDS = ("A",)
-"""Statistics averaged over positions; all others are averaged over examples."""
-
-
-@dataclass(kw_only=True)
-class Call:
-    """One forward of one layer that waits for its backward.
-
-    ``rows`` are the examples looked at, ``scale`` how many each stands for.
-    """
-
-    block: Block
-    module: nn.Module
-    want: tuple[str, ...]
-    forward: int
-    terms: int
-    rows: Rows
-    scale: float
-    observed: Observed
-    inputs: Tensor | None = None
-    done: bool = False
-
-
-@dataclass(kw_only=True)
-class Captured:
-    """The raw sums of a step, by statistic name, with what they are divided by.
-
-    ``step_terms`` are those of the whole step's loss, if a user has given them.
-    """
-
-    sums: dict[str, Tensor] = field(default_factory=lambda: {})
-    calls: dict[str, int] = field(default_factory=lambda: {})
-    positions: dict[str, int] = field(default_factory=lambda: {})
-    terms: dict[str, dict[int, int]] = field(default_factory=lambda: {})
-    step_terms: int | None = None
-
-    @property
-    def forwards(self) -> int:
-        """How many micro-batches the loss was divided by."""
-        seen = {f for terms in self.terms.values() for f in terms}
-        return min(len(seen), 1) if self.step_terms else len(seen)
-
-    def count(self, name: str) -> int:
-        """How many terms a statistic's mean is over, on this rank.
-
-        For a statistic of examples these are the terms of the loss: all of them, also
-        of a micro-batch in which the layer did not run and so has no gradient.
-        """
-        block, _, kind = name.rpartition("/")
-        if kind in POSITION_KINDS:
-            return self.positions.get(name, 0)
-        if self.step_terms and self.forwards:
-            return self.step_terms
-        return sum(self.terms.get(block, self.terms.get("", {})).values())
 
 
 class Capture:
@@ -121,6 +69,7 @@ class Capture:
         meter: Meter | None = None,
     ) -> None:
         self._due: frozenset[str] = frozenset()
+        self._needs_terms = False
         self.step = 0
         self.on_forward: Callable[[], None] | None = None
         self.on_growth: Callable[[str], None] | None = None
@@ -134,17 +83,17 @@ class Capture:
         self._sampling = False
         self._scaler = grad_scaler
         self._loss_scale: float | None = None
-        self._forward = 0
-        self._expected = 0
+        self._forwards = Forwards(tokens=loss == "tokens")
         self._backward = -1
-        self._learned = False
-        self._batch = 0
+        self._learned = True
+        self._ignores = False
         self._terms: int | None = None
         self._terms_used = False
         self._sentinel = Sentinel()
-        self._captured = Captured()
+        self._captured, self._asked = Captured(), Captured()
         self.meter = meter or Meter(torch.device("cpu"))
-        self._hooks = Hooks(model, blocks, self._begin_forward, self._after_forward)
+        calls = self._begin_forward, self._after_model, self._after_forward
+        self._hooks = Hooks(model, blocks, *calls)
         weakref.finalize(self, self._hooks.close).atexit = False
 
     @property
@@ -155,6 +104,8 @@ class Capture:
     @due.setter
     def due(self, names: frozenset[str]) -> None:
         self._due = names
+        kinds = {name.rpartition("/")[2] for name in names}
+        self._needs_terms = not kinds.issubset(POSITION_KINDS)
         self._hooks.watch(bool(names))
 
     @property
@@ -163,16 +114,20 @@ class Capture:
         return self._captured
 
     def take(self) -> Captured:
-        """What was captured since the last `take`, which begins anew."""
-        captured, self._captured = self._captured, Captured()
+        """What was captured since the last `take`. See Note [By name]."""
+        learned, asked = self._captured, self._asked
+        self._captured, self._asked = Captured(), Captured()
         self._sentinel.watch(None)
-        self._terms, self._batch = None, 0
-        return captured
+        self._terms = None
+        if learned.batches or not asked.batches:
+            return learned
+        asked.step_terms = learned.step_terms
+        return asked
 
     def set_loss_terms(self, terms: int, whole_step: bool = False) -> None:
         """Say how many terms the coming loss averages over, or all of the step's."""
         require_count("terms", terms)
-        if whole_step and self._captured.terms:
+        if whole_step and self._captured.batches:
             raise RuntimeError(
                 "The terms of a whole step must be given before the first backward of "
                 "the step."
@@ -189,27 +144,44 @@ class Capture:
         finally:
             self._sampling = False
 
+    @contextmanager
+    def ignoring(self) -> Generator[None]:
+        """While open, neither forwards nor backwards count."""
+        before, self._ignores = self._ignores, True
+        try:
+            yield
+        finally:
+            self._ignores = before
+
     def close(self) -> None:
         """Remove every hook."""
         self._hooks.close()
         self.take()
 
+    @property
+    def _listens(self) -> bool:
+        """Whether a forward that runs now may be one to learn from."""
+        return self._model.training and torch.is_grad_enabled() and not self._ignores
+
     def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (self._model.training and torch.is_grad_enabled()):
+        if not self._listens:
             return
         if self.on_forward is not None:
             self.on_forward()
-        self._count_forward(batch_size((args, kwargs)))
+        self._count_forward().call(args, kwargs)
 
-    def _count_forward(self, batch: int) -> None:
+    def _count_forward(self) -> Forward:
         # Inside a backward this is a recomputed forward (activation checkpointing),
         # while gradients are still arriving.
         if backward_id() == -1:
             self._drop_if_cleared()
-        self._forward += 1
         self._learned = False
         self._loss_scale = None
-        self._batch = batch
+        return self._forwards.begin()
+
+    def _after_model(self, output: Any) -> None:
+        if self._listens:
+            self._forwards.current.returns(output)
 
     def _drop_if_cleared(self) -> None:
         """Forget a step that was skipped (an AMP overflow, say).
@@ -234,20 +206,24 @@ class Capture:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        if not (self._model.training and torch.is_grad_enabled()):
+        if not self._listens:
             return
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
-        if self._learned and backward_id() == -1:  # called without the model's forward
-            self._count_forward(0)
-        specs = block.spec.statistics
-        want = tuple(s.kind for s in specs if s.name in self.due)
-        if not want or not block.is_trained:
-            self._expect_terms(block, output)
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        if x is None:
             return
-        x: Tensor = next(iter((*args, *kwargs.values()))).detach()
+        if self._learned and backward_id() == -1:  # called without the model's forward
+            self._count_forward()
+        forward = self._forwards.current
+        forward.passes(block, module, output)
+        want = tuple(s.kind for s in block.spec.statistics if s.name in self.due)
+        if not want or not block.is_trained:
+            self._expect_backward(forward, block, output)
+            return
         assert block.kind is not None
         block.require_bias()
+        x = x.detach()
         rows, scale = self._rows(block, module, x, output)
         with self._estimating(block, want[0], x.device.type):
             observed = block.kind.observe(module, x[rows], output, want)
@@ -256,8 +232,8 @@ class Capture:
             block=block,
             module=module,
             want=want,
-            forward=self._forward,
-            terms=self._loss_terms(block, output),
+            forward=forward,
+            token=forward.token(),
             rows=rows,
             scale=scale,
             observed=observed,
@@ -282,32 +258,49 @@ class Capture:
         if stride <= 1:
             return whole
         # From step and micro-batch alone: alike on all ranks and after a restart.
-        before = max(map(len, self._captured.terms.values()), default=0)
+        before = len(self._captured.batches)
         start = random.Random(f"{self.step}/{before}").randrange(stride)
         return slice(start, None, stride), len(x) / len(range(start, len(x), stride))
 
-    def _expect_terms(self, block: Block, output: Tensor) -> None:
+    def _expect_backward(self, forward: Forward, block: Block, output: Tensor) -> None:
         """Count a micro-batch in which, so far, no layer with a due statistic ran."""
-        if not self.due or self._loss == "tokens" or self._expected == self._forward:
+        if not self.due or forward.is_expected:
             return
-        self._expected = forward = self._forward
-        terms = self._loss_terms(block, output)
+        forward.is_expected = True
 
-        def count(_: Tensor) -> None:
-            if self._counts(block):
-                self._begin_backward()
-                known = self._captured.terms.setdefault("", {})
-                known.setdefault(forward, self._terms or terms)
+        def count(token: object, _: Tensor) -> None:
+            if (use := self._use(block, forward)) is not None:
+                self._learn(forward, use)
 
-        output.register_hook(count)
+        output.register_hook(partial(count, forward.token()))
 
-    def _counts(self, block: Block) -> bool:
-        """Whether the backward that runs now is one to learn from."""
-        if self._sampling != self._sampled or torch.is_grad_enabled():
-            return False
+    def _use(self, block: Block, forward: Forward) -> Use | None:
+        """Whether the backward that runs now counts, at this layer."""
+        use = self._counts(block)
+        forward.is_aside |= use != "learned"
+        return use
+
+    def _counts(self, block: Block) -> Use | None:
+        if self._sampling != self._sampled or torch.is_grad_enabled() or self._ignores:
+            return None
         if self._sampling or not block.is_trained:
-            return True
-        return accumulates(block.parameters[0])
+            return "learned"
+        kept = accumulates(block.parameters[0])
+        return "asked" if kept is None else "learned" if kept else None
+
+    def _learn(self, forward: Forward, use: Use) -> tuple[MicroBatch, Captured]:
+        """Count the micro-batch whose backward runs now; where its sums go."""
+        self._begin_backward()
+        if use == "asked":
+            batch = self._forwards.asked(forward, self._terms, self._backward)
+            into = self._asked
+        else:
+            batch = self._forwards.learned(forward, self._terms, self._backward)
+            into, self._terms_used = self._captured, True
+        if self._needs_terms:
+            batch.settle()
+        into.learn(batch)
+        return batch, into
 
     def _begin_backward(self) -> None:
         """Gradients may have been cleared after the forward as well."""
@@ -316,25 +309,19 @@ class Capture:
             self._backward = backward_id()
             self._drop_if_cleared()
 
-    def _loss_terms(self, block: Block, output: Tensor) -> int:
-        if self._loss == "tokens":
-            return output.numel() // _features(block)
-        return self._batch or len(output)
-
     def _after_backward(self, call: Call, g: Tensor) -> None:
-        if call.done or not self._counts(call.block):
+        use = None if call.done else self._use(call.block, call.forward)
+        if use is None or (use == "asked" and call.asked):
             return
-        self._begin_backward()
+        batch, into = self._learn(call.forward, use)
         assert call.block.kind is not None
         with self._estimating(call.block, call.want[-1], g.device.type):
             moments = call.block.kind.gradient_moments(
                 call.module, g.detach()[call.rows], call.observed.kept, call.want
             )
             moments |= self._scale_moment(call, g)
-            self._scale(moments, call)
-            self._add(call, call.observed.moments | moments)
-        # The graph may outlive the backward (a loss that is kept for logging).
-        call.observed, call.inputs, call.done = Observed(), None, True
+            self._scale(moments, call, batch)
+            self._add(call, moments, into)
 
     def _scale_moment(self, call: Call, g: Tensor) -> dict[str, Tensor]:
         """S, in steps that estimate it and when there are bases to have it in."""
@@ -355,11 +342,11 @@ class Capture:
         ):
             yield
 
-    def _scale(self, moments: dict[str, Tensor], call: Call) -> None:
+    def _scale(self, moments: dict[str, Tensor], call: Call, batch: MicroBatch) -> None:
         if not moments:
             return  # and ask no scaler, which is a synchronisation
-        terms = self._terms or call.terms
-        factor = call.scale * (1.0 if self._loss == "sum" else float(terms) ** 2)
+        terms = float(batch.terms)
+        factor = call.scale * (1.0 if self._loss == "sum" else terms**2)
         scaler = None if self._sampled else self._scaler
         if scaler is not None and scaler.is_enabled():
             if self._loss_scale is None:  # a synchronisation: once a backward
@@ -368,30 +355,19 @@ class Capture:
         for moment in moments.values():
             moment.mul_(factor)
 
-    def _add(self, call: Call, moments: dict[str, Tensor]) -> None:
-        into = self._captured
-        per = call.block.name if self._loss == "tokens" else ""
-        into.terms.setdefault(per, {})[call.forward] = self._terms or call.terms
-        self._terms_used = True
-        if not self._sentinel.is_set:
-            self._sentinel.watch(call.block.parameters[0])
-        for kind, moment in moments.items():
+    def _add(self, call: Call, moments: dict[str, Tensor], into: Captured) -> None:
+        observed = call.observed
+        if into is self._asked:  # the backward that counts may still come
+            call.asked = True
+            kept = {kind: x.clone() for kind, x in observed.moments.items()}
+        else:
+            kept = observed.moments
+            call.finish()
+            if not self._sentinel.is_set:
+                self._sentinel.watch(call.block.parameters[0])
+        for kind, moment in (kept | moments).items():
             name = f"{call.block.name}/{kind}"
             self.fired.add(name)
-            if name in into.sums:
-                into.sums[name].add_(moment)
-            else:
-                into.sums[name] = moment
-            if kind in POSITION_KINDS:
-                seen = into.positions.get(name, 0)
-                into.positions[name] = seen + call.observed.positions
-            into.calls[name] = into.calls.get(name, 0) + 1
-            if self.on_growth is not None:
+            into.add(name, moment, observed.positions)
+            if self.on_growth is not None and into is self._captured:
                 self.on_growth(name)
-
-
-def _features(block: Block) -> int:
-    """How many numbers a layer puts out at each position."""
-    if block.is_norm:
-        return block.parameters[0].numel()
-    return block.spec.stack * block.spec.rows

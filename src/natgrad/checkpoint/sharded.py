@@ -59,7 +59,7 @@ def only_initialises(engine: "Engine", groups: Iterable[Mapping[str, Any]]) -> b
     if any(float(group["lr"]) != 0.0 for group in groups):
         return False
     current = engine.capture.current
-    if current.calls or current.terms:
+    if current.calls or current.batches:
         return False
     grads = [p.grad for b in engine.blocks for p in b.parameters if p.requires_grad]
     return all(g is not None and not g.any() for g in grads)

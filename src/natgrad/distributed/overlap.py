@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from natgrad.capture.recorder import Captured
+from natgrad.capture.captured import Captured
 from natgrad.distributed.communicator import Communicator, Flight
 from natgrad.layers import Block
 from natgrad.math.packing import flatten, trace

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.capture.captured import Captured
 from natgrad.capture.hooks import require_unwatched
-from natgrad.capture.recorder import Capture, Captured
+from natgrad.capture.recorder import Capture
 from natgrad.capture.sampling import differentiate, sampled_loss
 from natgrad.capture.unwrap import inside_ddp, unwrap
 from natgrad.checkpoint.gather import gather, part_of, release, warn_partial
@@ -238,19 +239,19 @@ class Engine:
         All ranks see the lengths in one order, whatever they work on.
         """
         rank, workers = self.comm.rank, self.plan.workers
-        by_length: dict[Length, list[str]] = {}
+        by_length: dict[Length, dict[str, None]] = {}
         for name, parts in self.parts.items():
-            by_length.setdefault(parts.length, []).append(name)
+            by_length.setdefault(parts.length, {})[name] = None
         found: dict[str, Tensor] = {}
         clips: dict[str, Tensor] = {}
         for length, names in by_length.items():
-            mine = {name: updates[name] for name in names if name in updates}
+            mine = {name: u for name, u in updates.items() if name in names}
             sight = Sight(
                 blocks=self.block,
                 directions=given.directions,
                 gradients=given.gradients,
                 like=self.like,
-                lr=update.learning_rate(names),
+                lr=update.learning_rate([*names]),
                 # several ranks may work on a block: the first counts it
                 first=frozenset(name for name in mine if workers[name][0] == rank),
                 total=self.comm.agree,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -138,6 +139,17 @@ class Inspectable:
                 tokens summed over micro-batches. Call it before the first backward.
         """
         self.engine.capture.set_loss_terms(terms, whole_step)
+
+    def ignore(self) -> AbstractContextManager[None]:
+        """While open, no forward and no backward of the model counts. ::
+
+            with optimizer.ignore():
+                noise = torch.autograd.grad(probe(model), model.parameters())
+
+        Only needed where the gradients that the step uses are themselves from
+        `torch.autograd.grad`: beside a ``loss.backward()``, it is taken for a probe.
+        """
+        return self.engine.capture.ignoring()
 
     def sampled_backward(
         self,

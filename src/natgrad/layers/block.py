@@ -1,13 +1,14 @@
 """A block: one layer (or several that share a weight) and its part of the Fisher."""
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers.kind import LayerKind, LayerOptions, optional_parameter
+from natgrad.layers.kind import LayerKind, LayerOptions, trainable
 from natgrad.layers.matrix import Matrix
+from natgrad.layers.reasons import MHA, why_plain
 from natgrad.layers.table import is_norm, kind_of
 from natgrad.math.statistics import widen
 from natgrad.plan.spec import BlockSpec
@@ -73,9 +74,9 @@ class Block:
 
     def require_bias(self) -> None:
         """Raise if the bias was frozen or unfrozen since, and the weight trains."""
-        if not self.modules or not self.is_trained:
+        if self.kind is None or not self.modules or not self.is_trained:
             return
-        trains = optional_parameter(self.modules[0], "bias") is not None
+        trains = self.kind.bias(self.modules[0]) is not None
         if trains != (len(self.parameters) > 1):
             raise RuntimeError(
                 f"The bias of {self.name} was frozen or unfrozen after its layer was "
@@ -116,84 +117,90 @@ class Block:
 
 def find_blocks(
     model: nn.Module,
-    options: LayerOptions | None = None,
+    options: LayerOptions | Mapping[int, LayerOptions] | None = None,
     *,
     skip: Collection[str] = (),
-    trained: Collection[int] | None = None,
 ) -> list[Block]:
     """All trainable parameters of a model as blocks, in the order of its modules.
 
     Layers of a known kind come with statistics; every other parameter is a plain block
     that says why. Nothing is computed, so the model may be on the meta device.
-    ``trained`` are the ids of the parameters that the optimizer has, None for all.
+    ``options`` are by the ids of the parameters that the optimizer has, or the same
+    for all. A bias with others than its weight's is no part of the layer's matrix.
     """
-    options = options or LayerOptions()
+    known = options if isinstance(options, Mapping) else _all_alike(model, options)
     _require_known(model, skip)
     found: dict[int, Block] = {}
     reasons: dict[int, str] = {}
-    for name, module, reason in _layers(model, options, skip):
-        weight = optional_parameter(module, "weight")
+    for name, module, kind, reason in _layers(model, known, skip):
+        weight = trainable(module, kind.weight_name)
         if weight is None:
             continue
-        reason = reason or _why_foreign(module, trained)
-        if reason:
-            _note(reasons, module, reason)
+        reason = reason or kind.options.plain
+        if reason or id(weight) not in known:
+            _note(reasons, module, reason or FOREIGN)
         elif id(weight) not in found:
-            found[id(weight)] = _block(name, module, options)
+            found[id(weight)] = _block(name, module, kind)
         else:
-            _tie(found[id(weight)], name, module, options)
-    blocks = _with_plain(model, found, reasons, options)
+            _tie(found[id(weight)], name, module, kind)
+    blocks = _with_plain(model, found, reasons, known)
     for block in blocks:
-        block.is_foreign = not _has(trained, block.parameters[0])
+        block.is_foreign = id(block.parameters[0]) not in known
         block.reason = FOREIGN if block.is_foreign else block.reason
     return blocks
 
 
-def _has(trained: Collection[int] | None, p: nn.Parameter | None) -> bool:
-    return trained is None or p is None or id(p) in trained
+def _all_alike(
+    model: nn.Module, options: LayerOptions | None
+) -> Mapping[int, LayerOptions]:
+    options = options or LayerOptions()
+    return {id(p): options for p in model.parameters()}
 
 
-def _why_foreign(module: nn.Module, trained: Collection[int] | None) -> str:
-    """A layer is preconditioned as a whole or not at all."""
-    owned = (optional_parameter(module, name) for name in ("weight", "bias"))
-    return "" if all(_has(trained, p) for p in owned) else "in part not the optimizer's"
+def _options_of(module: nn.Module, known: Mapping[int, LayerOptions]) -> LayerOptions:
+    """Those of a layer's weight; the bias is left out where it has others."""
+    kind = kind_of(module, LayerOptions())
+    if kind is None:
+        return LayerOptions()
+    weight, bias = (trainable(module, x) for x in (kind.weight_name, kind.bias_name))
+    options = known.get(id(weight), LayerOptions())
+    alike = bias is None or known.get(id(bias)) == options
+    return options if alike else replace(options, bias=False)
 
 
 def _layers(
-    model: nn.Module, options: LayerOptions, skip: Collection[str]
-) -> Iterator[tuple[str, nn.Module, str]]:
+    model: nn.Module, known: Mapping[int, LayerOptions], skip: Collection[str]
+) -> Iterator[tuple[str, nn.Module, LayerKind, str]]:
     """Modules of a known kind, each with the reason to leave it out, if any."""
     inert = {
-        child: type(parent).__name__
+        child
         for parent in model.modules()
         if isinstance(parent, nn.MultiheadAttention)
         for child in parent.modules()
     }
     for name, module in model.named_modules():
-        kind = kind_of(module, options)
+        kind = kind_of(module, _options_of(module, known))
         if kind is None:
             continue
         if _within(name, skip):
-            yield name, module, "named in skip"
+            yield name, module, kind, "named in skip"
         elif module in inert:
-            yield name, module, f"{inert[module]} does not call it as a layer"
+            yield name, module, kind, MHA
         else:
-            yield name, module, kind.refuse(module)
+            yield name, module, kind, kind.refuse(module)
 
 
-def _block(name: str, module: nn.Module, options: LayerOptions) -> Block:
-    kind = kind_of(module, options)
-    assert kind is not None
+def _block(name: str, module: nn.Module, kind: LayerKind) -> Block:
     name = name or "model"
     layout = kind.layout(module)
-    owned = (optional_parameter(module, n) for n in ("weight", "bias"))
+    owned = kind.weight(module), kind.bias(module)
     return Block(
         spec=BlockSpec(
             name=name,
             stack=layout.stack,
             rows=layout.rows,
             cols=layout.cols,
-            statistics=layout.statistics(name, options),
+            statistics=layout.statistics(name, kind.options),
         ),
         kind=kind,
         modules=[module],
@@ -203,18 +210,17 @@ def _block(name: str, module: nn.Module, options: LayerOptions) -> Block:
     )
 
 
-def _tie(block: Block, name: str, module: nn.Module, options: LayerOptions) -> None:
+def _tie(block: Block, name: str, module: nn.Module, kind: LayerKind) -> None:
     """Let a second module with the same weight add to the block, if it can.
 
     A module of another kind (an output layer tied to an embedding) cannot: its uses of
     the weight are then not part of the statistics, though they are of the gradient.
     """
-    kind = kind_of(module, options)
-    bias = optional_parameter(module, "bias")
+    bias = kind.bias(module)
     same_bias = (bias is None) == (len(block.parameters) == 1) and (
         bias is None or bias is block.parameters[1]
     )
-    if kind is not None and type(kind) is type(block.kind) and same_bias:
+    if type(kind) is type(block.kind) and same_bias:
         block.modules.append(module)
         block.note = f"shared with {name}"
     else:
@@ -225,7 +231,7 @@ def _with_plain(
     model: nn.Module,
     found: dict[int, Block],
     reasons: dict[int, str],
-    options: LayerOptions,
+    known: Mapping[int, LayerOptions],
 ) -> list[Block]:
     """Blocks and plain parameters in the order of `model.named_parameters`."""
     block_of = {id(p): block for block in found.values() for p in block.parameters}
@@ -233,7 +239,8 @@ def _with_plain(
     for name, p in model.named_parameters():
         block = block_of.get(id(p))
         if block is None and p.requires_grad:
-            reason = reasons.get(id(p)) or _why_unknown(model, name)
+            reason = reasons.get(id(p)) or why_plain(model, name)
+            options = known.get(id(p), LayerOptions())
             alone = options.any_matrix and Matrix.fits(p)
             block = _matrix(name, p, options) if alone else _plain(name, p, reason)
         if block is not None:
@@ -257,13 +264,6 @@ def _matrix(name: str, p: nn.Parameter, options: LayerOptions) -> Block:
 def _plain(name: str, p: nn.Parameter, reason: str) -> Block:
     spec = BlockSpec(name=name, stack=1, rows=1, cols=p.numel())
     return Block(spec=spec, kind=None, parameters=(p,), reason=reason)
-
-
-def _why_unknown(model: nn.Module, parameter_name: str) -> str:
-    owner = model.get_submodule(parameter_name.rpartition(".")[0])
-    if kind_of(owner, LayerOptions()) is not None:
-        return "it is not a trainable weight of its layer"
-    return f"{type(owner).__name__} is not a known layer"
 
 
 def _within(name: str, skip: Collection[str]) -> bool:

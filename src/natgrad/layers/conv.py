@@ -6,13 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from natgrad.layers.kind import (
-    Kronecker,
-    Layout,
-    Observed,
-    optional_parameter,
-    parameter,
-)
+from natgrad.layers.kind import Kronecker, Layout, Observed
 from natgrad.math.conv.moments import (
     ConvGeometry,
     conv_input_moment,
@@ -31,11 +25,15 @@ class Conv(Kronecker):
     """Conv1d, Conv2d and Conv3d; each group of channels is one member of the stack."""
 
     name = "conv"
+    channel_dim = 1
+
+    def examples(self, module: nn.Module, y: Tensor) -> int:
+        return len(y) if y.dim() == self.weight(module).dim() else 0
 
     def layout(self, module: nn.Module) -> Layout:
-        weight: Any = parameter(module, "weight")
+        weight: Any = self.weight(module)
         groups = _setting(module, "groups")
-        bias = optional_parameter(module, "bias") is not None
+        bias = self.bias(module) is not None
         return Layout(
             stack=groups,
             rows=weight.shape[0] // groups,
@@ -45,15 +43,14 @@ class Conv(Kronecker):
         )
 
     def vectors(self, module: nn.Module, y: Tensor) -> int:
-        spatial = parameter(module, "weight").dim() - 2
-        return math.prod(y.shape[2:]) if y.dim() == spatial + 2 else 0
+        return math.prod(y.shape[2:]) if self.examples(module, y) else 0
 
     def observe(
         self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
     ) -> Observed:
         if "A" not in want:
             return Observed()
-        geometry = geometry_of(module)
+        geometry = geometry_of(module, bias=self.bias(module) is not None)
         x = _batched(x, len(geometry.kernel))
         return Observed(
             moments={"A": conv_input_moment(x, geometry)},
@@ -69,20 +66,20 @@ class Conv(Kronecker):
     ) -> dict[str, Tensor]:
         if "G" not in want:
             return {}
-        g = _batched(g, parameter(module, "weight").dim() - 2)
+        g = _batched(g, self.weight(module).dim() - 2)
         return {"G": conv_output_moment(g, _setting(module, "groups"))}
 
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
     ) -> Tensor:
-        geometry = geometry_of(module)
+        geometry = geometry_of(module, bias=self.bias(module) is not None)
         x, g = (_batched(t, len(geometry.kernel)) for t in (x, g))
         if self.options.loss == "tokens":
             return rank_one_squares(conv_rows(x, g, geometry), right, left)
         return squares_in_basis(conv_gradients(x, g, geometry), right, left)
 
 
-def geometry_of(module: nn.Module) -> ConvGeometry:
+def geometry_of(module: nn.Module, *, bias: bool) -> ConvGeometry:
     """What a convolution reads where, from its module."""
     kernel: tuple[int, ...] = _setting(module, "kernel_size")
     dilation: tuple[int, ...] = _setting(module, "dilation")
@@ -93,7 +90,7 @@ def geometry_of(module: nn.Module) -> ConvGeometry:
         dilation=dilation,
         groups=_setting(module, "groups"),
         padding_mode=_setting(module, "padding_mode"),
-        bias=optional_parameter(module, "bias") is not None,
+        bias=bias,
     )
 
 

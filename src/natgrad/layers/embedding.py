@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from natgrad.layers.kind import LayerKind, Layout, Observed, parameter
+from natgrad.layers.kind import LayerKind, Layout, Observed
 from natgrad.math.examples import table_squares
 from natgrad.math.statistics import gram, index_counts, widen
 
@@ -22,7 +22,7 @@ class Embedding(LayerKind):
         return ""
 
     def layout(self, module: nn.Module) -> Layout:
-        vocabulary, dim = parameter(module, "weight").shape
+        vocabulary, dim = self.weight(module).shape
         return Layout(
             stack=1, rows=dim, cols=vocabulary, right="A", left="G", right_diagonal=True
         )
@@ -35,7 +35,7 @@ class Embedding(LayerKind):
         if "A" in want:
             read = self._read(module, x)
             like = widen(y.new_empty(0))
-            size = len(parameter(module, "weight"))
+            size = len(self.weight(module))
             observed.moments = {"A": index_counts(read, size, like.dtype)}
             observed.positions = x.numel()
         return observed
@@ -62,7 +62,7 @@ class Embedding(LayerKind):
         padding: int | None = getattr(module, "padding_idx", None)
         if padding is not None:
             g = g * (x != padding).unsqueeze(-1)
-        vocabulary = len(parameter(module, "weight"))
+        vocabulary = len(self.weight(module))
         whole = self.options.loss != "tokens" and x.dim() > 1
         x, g = (
             t.flatten(1, end) if whole else t.flatten(0, end).unsqueeze(1)

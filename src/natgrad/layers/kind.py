@@ -17,6 +17,9 @@ class LayerOptions:
     Attributes:
         norm, sharing, loss: as in `natgrad.Options`.
         sides, source, corrected: which statistics the rule needs; see `natgrad.Rule`.
+        plain: why layers have no statistics, if the rule is one without.
+        group: tells parameters of different groups apart.
+        bias: whether a layer's bias is part of its matrix.
     """
 
     norm: str = "unit"
@@ -25,11 +28,15 @@ class LayerOptions:
     sides: str = "both"
     source: str = "activations"
     corrected: bool = False
+    plain: str = ""
+    group: int = 0
+    bias: bool = True
 
     @property
     def any_matrix(self) -> bool:
         """Whether the rule can do without a layer: a parameter is enough."""
-        return self.source == "gradients" or self.sides == "none"
+        own = self.source == "gradients" or self.sides == "none"
+        return own and not self.plain
 
 
 # The sides of a matrix whose factors each choice has.
@@ -132,13 +139,30 @@ class LayerKind(ABC):
     name: str
     rescaled: bool = False
     """Whether SP-NGD's weight rescaling (eq. 24) applies."""
+    weight_name: str = "weight"
+    bias_name: str = "bias"
+    """What the module calls them; `register_layer` may say otherwise."""
+    channel_dim: int = -1
+    """The dim of a batched output that has the features."""
 
     def __init__(self, options: LayerOptions) -> None:
         self.options = options
 
+    def weight(self, module: nn.Module) -> nn.Parameter:
+        """The module's weight."""
+        return module.get_parameter(self.weight_name)
+
+    def bias(self, module: nn.Module) -> nn.Parameter | None:
+        """The bias in the module's matrix; None without one, or if it is frozen."""
+        return trainable(module, self.bias_name) if self.options.bias else None
+
     def refuse(self, module: nn.Module) -> str:
         """Why this module can have no block; empty if it can."""
         return ""
+
+    def examples(self, module: nn.Module, y: Tensor) -> int:
+        """The size of the batch, by the layer's output; 0 if it has no dim for it."""
+        return len(y) if y.dim() > 1 else 0
 
     @abstractmethod
     def layout(self, module: nn.Module) -> Layout:
@@ -207,19 +231,14 @@ class Kronecker(LayerKind):
         return torch.cat((stack, bias.reshape(layout.stack, layout.rows, 1)), dim=2)
 
     def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
-        weight = parameter(module, "weight")
+        weight = self.weight(module)
         # not by whether there is a bias now: it may have been frozen since
         if stack.numel() == weight.numel():
             return stack.reshape(weight.shape), None
         return stack[:, :, :-1].reshape(weight.shape), stack[:, :, -1].reshape(-1)
 
 
-def parameter(module: nn.Module, name: str) -> nn.Parameter:
-    """A parameter that the module must have."""
-    return module.get_parameter(name)
-
-
-def optional_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+def trainable(module: nn.Module, name: str) -> nn.Parameter | None:
     """A trainable parameter, or None if it is absent or frozen."""
     found = dict(module.named_parameters(recurse=False)).get(name)
     return found if found is not None and found.requires_grad else None

@@ -6,13 +6,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers.kind import (
-    Kronecker,
-    Layout,
-    Observed,
-    optional_parameter,
-    parameter,
-)
+from natgrad.layers.kind import Kronecker, Layout, Observed
 from natgrad.math.examples import linear_gradients, rank_one_squares, squares_in_basis
 from natgrad.math.statistics import gram, input_moment, widen
 
@@ -28,8 +22,8 @@ class Linear(Kronecker):
     name = "linear"
 
     def layout(self, module: nn.Module) -> Layout:
-        rows, cols = parameter(module, "weight").shape
-        bias = optional_parameter(module, "bias") is not None
+        rows, cols = self.weight(module).shape
+        bias = self.bias(module) is not None
         return Layout(stack=1, rows=rows, cols=cols + bias, right="A", left="G")
 
     def vectors(self, module: nn.Module, y: Tensor) -> int:
@@ -43,7 +37,7 @@ class Linear(Kronecker):
         if "A" not in want:
             return Observed()
         rows = self._rows(x, mean=True)
-        bias = optional_parameter(module, "bias") is not None
+        bias = self.bias(module) is not None
         return Observed(
             moments={"A": input_moment(rows, bias=bias)}, positions=len(rows)
         )
@@ -61,7 +55,7 @@ class Linear(Kronecker):
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
     ) -> Tensor:
         x, g = widen(x), widen(g)
-        if optional_parameter(module, "bias") is not None:
+        if self.bias(module) is not None:
             x = torch.cat((x, torch.ones_like(x[..., :1])), -1)
         if x.dim() == 2 or self.options.loss == "tokens":
             rows = x.flatten(0, -2)[None, None], g.flatten(0, -2)[None, None]
@@ -82,14 +76,14 @@ class TransposedLinear(Linear):
     name = "transposed_linear"
 
     def layout(self, module: nn.Module) -> Layout:
-        cols, rows = parameter(module, "weight").shape
-        bias = optional_parameter(module, "bias") is not None
+        cols, rows = self.weight(module).shape
+        bias = self.bias(module) is not None
         return Layout(stack=1, rows=rows, cols=cols + bias, right="A", left="G")
 
     def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super().fold(module, weight.T, bias)
 
     def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
-        if optional_parameter(module, "bias") is None:
+        if self.bias(module) is None:
             return stack[0].T, None
         return stack[0, :, :-1].T, stack[0, :, -1]

@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers.kind import (
-    LayerKind,
-    Layout,
-    Observed,
-    optional_parameter,
-    parameter,
-)
+from natgrad.layers.kind import LayerKind, Layout, Observed
 from natgrad.math.statistics import diagonal_moment, full_moment, unit_moment, widen
 
 FORMS = {"unit": unit_moment, "diag": diagonal_moment, "full": full_moment}
@@ -39,8 +33,8 @@ class Norm(LayerKind):
         return ""
 
     def layout(self, module: nn.Module) -> Layout:
-        channels = parameter(module, "weight").numel()
-        each = 1 + (optional_parameter(module, "bias") is not None)
+        channels = self.weight(module).numel()
+        each = 1 + (self.bias(module) is not None)
         form = self.options.norm
         if form == "unit":
             return Layout(stack=channels, rows=1, cols=each, right=form)
@@ -86,7 +80,7 @@ class Norm(LayerKind):
         if self.options.loss == "tokens":
             xhat, g = xhat.reshape(-1, 1, xhat.shape[-1]), g.reshape(-1, 1, g.shape[-1])
         parts = [xhat.mul_(g).sum(1).mul_(scale)]
-        if optional_parameter(module, "bias") is not None:
+        if self.bias(module) is not None:
             parts.append(g.sum(1))
         per_example = torch.stack(parts, dim=2)
         return {self.options.norm: FORMS[self.options.norm](per_example)}
@@ -100,7 +94,7 @@ class Norm(LayerKind):
         return pairs.reshape(layout.stack, 1, layout.cols)
 
     def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
-        weight = parameter(module, "weight")
+        weight = self.weight(module)
         pairs = stack.reshape(weight.numel(), -1)
         shift = pairs[:, 1].reshape(weight.shape) if pairs.shape[1] == 2 else None
         return pairs[:, 0].reshape(weight.shape), shift
@@ -110,6 +104,7 @@ class BatchNorm(Norm):
     """BatchNorm1d/2d/3d: channel dim 1; batch statistics in training mode."""
 
     name = "batch_norm"
+    channel_dim = 1
 
     def normalised(
         self, module: nn.Module, x: Tensor, *kept: Tensor
@@ -189,6 +184,7 @@ class GroupNorm(Norm):
     """GroupNorm: channel dim 1, normalised over groups of channels."""
 
     name = "group_norm"
+    channel_dim = 1
 
     def normalised(
         self, module: nn.Module, x: Tensor, *kept: Tensor

@@ -2,13 +2,15 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.layers import Block, LayerOptions, find_blocks
 from natgrad.options import Options
-from natgrad.rules.fallbacks import Plain
+from natgrad.plan.spec import BlockSpec
+from natgrad.rules.fallbacks import Plain, is_fallback
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.parts import Parts
 from natgrad.rules.rule import Rule
@@ -24,20 +26,15 @@ def register(
     ``groups`` has the parts of the update by the ids of the optimizer's parameters;
     None if it has all, with the same parts.
     """
-    trained = None if groups is None else frozenset(groups)
     _require_whole(model)
+    known = groups or {id(p): options.parts() for p in model.parameters()}
+    distinct = list(dict.fromkeys(known.values()))
+    layer = [_layer_options(options, parts, i) for i, parts in enumerate(distinct)]
+    number = {parts: i for i, parts in enumerate(distinct)}
     blocks = find_blocks(
         model,
-        LayerOptions(
-            norm=options.norm,
-            sharing=options.sharing,
-            loss=options.loss,
-            sides=options.rule.sides,
-            source=options.rule.source,
-            corrected=options.rule.corrects,
-        ),
+        {p: layer[number[parts]] for p, parts in known.items()},
         skip=options.skip,
-        trained=trained,
     )
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to train.")
@@ -54,7 +51,32 @@ def register(
         )
     for block in blocks:
         block.rule = rule_for(block, parts_for(block, options, groups))
+        block.spec = _with_forms(block.spec, block.rule)
     return blocks
+
+
+def _with_forms(spec: BlockSpec, rule: Rule) -> BlockSpec:
+    """The plan must know in what form factors are kept and sent."""
+    kept = tuple(
+        replace(s, eigen=rule.form == "eigen") if s.is_factor else s
+        for s in spec.statistics
+    )
+    return replace(spec, statistics=kept)
+
+
+def _layer_options(options: Options, parts: Parts, group: int) -> LayerOptions:
+    """What layers of a parameter group must know."""
+    rule = parts.rule
+    return LayerOptions(
+        norm=options.norm,
+        sharing=options.sharing,
+        loss=options.loss,
+        sides=rule.sides,
+        source=rule.source,
+        corrected=rule.corrects,
+        plain=f"its group follows {rule.name}" if is_fallback(rule) else "",
+        group=group,
+    )
 
 
 def parts_for(block: Block, options: Options, groups: Groups | None) -> Parts:
@@ -69,7 +91,7 @@ def rule_for(block: Block, parts: Parts) -> Rule:
     if block.is_foreign:
         return Plain()
     if block.kind is None:
-        return parts.fallback
+        return parts.rule if is_fallback(parts.rule) else parts.fallback
     if block.is_factored:
         return parts.rule
     # A normalisation layer's one statistic is inverted as it is.

@@ -1,5 +1,7 @@
 """Which kind of block a module gets: one row a module type, open to users."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -16,26 +18,45 @@ from natgrad.layers.norm import (
     SyncBatchNorm,
 )
 
+COMPUTING = ("forward", "__call__", "_conv_forward")
+"""Methods with which a subclass may compute something else than its parent."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind, and what modules of the type call their weight and bias."""
+
+    kind: type[LayerKind]
+    weight: str = "weight"
+    bias: str = "bias"
+
+
+Key = type[nn.Module] | str
+
 # A name stands for a type of a package that is not imported here. None: left out.
-TABLE: dict[type[nn.Module] | str, type[LayerKind] | None] = {
-    nn.Linear: Linear,
-    nn.Conv1d: Conv,
-    nn.Conv2d: Conv,
-    nn.Conv3d: Conv,
-    nn.Embedding: Embedding,
-    nn.BatchNorm1d: BatchNorm,
-    nn.BatchNorm2d: BatchNorm,
-    nn.BatchNorm3d: BatchNorm,
-    nn.SyncBatchNorm: SyncBatchNorm,
-    nn.LayerNorm: LayerNorm,
-    nn.GroupNorm: GroupNorm,
-    torch.nn.RMSNorm: RMSNorm,
-    "transformers.pytorch_utils.Conv1D": TransposedLinear,
+TABLE: dict[Key, Row | None] = {
+    nn.Linear: Row(Linear),
+    nn.Conv1d: Row(Conv),
+    nn.Conv2d: Row(Conv),
+    nn.Conv3d: Row(Conv),
+    nn.Embedding: Row(Embedding),
+    nn.BatchNorm1d: Row(BatchNorm),
+    nn.BatchNorm2d: Row(BatchNorm),
+    nn.BatchNorm3d: Row(BatchNorm),
+    nn.SyncBatchNorm: Row(SyncBatchNorm),
+    nn.LayerNorm: Row(LayerNorm),
+    nn.GroupNorm: Row(GroupNorm),
+    torch.nn.RMSNorm: Row(RMSNorm),
+    "transformers.pytorch_utils.Conv1D": Row(TransposedLinear),
 }
 
 
 def register_layer(
-    module: type[nn.Module] | str, kind: type[LayerKind] | str | None
+    module: type[nn.Module] | str,
+    kind: type[LayerKind] | str | None,
+    *,
+    weight: str = "weight",
+    bias: str = "bias",
 ) -> None:
     """Give modules of a type (or of a type's full name) a kind of block.
 
@@ -44,12 +65,14 @@ def register_layer(
         kind: a `LayerKind` subclass, the name of one in the table (``"linear"``,
             ``"conv"``, ``"embedding"``, ``"batch_norm"``, ``"layer_norm"``, ...),
             or None to leave such modules out.
+        weight: the name of the parameter that is the weight.
+        bias: the name of the bias; modules need not have one.
 
-    The row also holds for subclasses that have none of their own. It is used by every
-    `KFAC` and `SPNGD` constructed afterwards.
+    The row also holds for subclasses that have none of their own and do not override
+    ``forward``. It is used by every optimizer that is made afterwards.
     """
     if isinstance(kind, str):
-        kinds = {row.name: row for row in TABLE.values() if row is not None}
+        kinds = {row.kind.name: row.kind for row in TABLE.values() if row is not None}
         if kind not in kinds:
             raise ValueError(
                 f"Invalid kind={kind!r}. Must be one of {', '.join(kinds)}, "
@@ -59,21 +82,70 @@ def register_layer(
     if kind is None:
         TABLE[module] = None
     elif isinstance(kind, type) and issubclass(kind, LayerKind):
-        TABLE[module] = kind
+        TABLE[module] = Row(kind, weight, bias)
     else:
         raise TypeError(f"Invalid kind={kind!r}. Must be a LayerKind subclass.")
 
 
 def kind_of(module: nn.Module, options: LayerOptions) -> LayerKind | None:
     """The kind of a module, by its nearest type in the table."""
-    for base in type(module).__mro__:
-        for key in (base, f"{base.__module__}.{base.__qualname__}"):
-            if key in TABLE:
-                row = TABLE[key]
-                return None if row is None else row(options)
-    return None
+    found = _nearest(module)
+    if found is None or found[1] is None or _overridden(module, found[0]):
+        return None
+    row = found[1]
+    kind = row.kind(options)
+    kind.weight_name, kind.bias_name = row.weight, row.bias
+    return kind
+
+
+def why_unknown(module: nn.Module) -> str:
+    """Why a module has no kind, for the report."""
+    found, name = _nearest(module), type_name(type(module))
+    if found is None:
+        return f"{name} is not a known layer"
+    base, row = found
+    if row is None:
+        return f"{type_name(base)} is registered as None"
+    method = _overridden(module, base)
+    return (
+        f"{name} overrides {base.__name__}.{method}: register_layer it if it computes "
+        "the same"
+    )
+
+
+def type_name(kind: type) -> str:
+    """The name of a class, with its module if torch has another one of that name."""
+    short, home = kind.__name__, kind.__module__
+    is_clear = home.partition(".")[0] == "torch" or not hasattr(nn, short)
+    return short if is_clear else f"{home}.{short}"
 
 
 def is_norm(kind: LayerKind | None) -> bool:
     """Whether blocks of this kind take the norm damping ratio."""
     return isinstance(kind, Norm)
+
+
+def _nearest(module: nn.Module) -> tuple[type, Row | None] | None:
+    """The module's nearest type in the table, and its row."""
+    for base in type(module).__mro__:
+        for key in (base, f"{base.__module__}.{base.__qualname__}"):
+            if key in TABLE:
+                return base, TABLE[key]
+    return None
+
+
+def _overridden(module: nn.Module, base: type) -> str:
+    """The method by which a module computes something else than its base may.
+
+    A subclass (or one module whose forward was replaced) may change the input, the
+    output or the weight on the way, so that the base's statistics would be wrong.
+    """
+    for name in COMPUTING:
+        if name in vars(module):
+            return name
+        for kind in type(module).__mro__:
+            if kind is base:
+                break
+            if name in vars(kind):
+                return name
+    return ""

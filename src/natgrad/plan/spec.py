@@ -40,7 +40,11 @@ def enough_examples(size: int, vectors: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticSpec:
-    """One statistic, named ``block/kind`` (for example ``layer1.0.conv1/A``)."""
+    """One statistic, named ``block/kind`` (for example ``layer1.0.conv1/A``).
+
+    ``eigen``: whether a factor is kept as an eigendecomposition; None: as the plan's
+    ``inverse`` says for all.
+    """
 
     name: str
     block: str
@@ -49,6 +53,7 @@ class StatisticSpec:
     stack: int
     size: int
     diagonal: bool = False
+    eigen: bool | None = None
 
     def __post_init__(self) -> None:
         _positive(self.name, stack=self.stack, size=self.size)

@@ -48,3 +48,8 @@ class Adam(Rule):
         """``rate V / (sqrt(S) + 1e-3 rms)``."""
         square = x.moment(x.gradient, self.beta2)
         return adaptive_scale(x.direction, square, DAMPING) * self.rate
+
+
+def is_fallback(rule: Rule) -> bool:
+    """Whether a rule needs no matrix: it takes each entry of a parameter alone."""
+    return isinstance(rule, Plain | Adam)

@@ -68,7 +68,7 @@ def test_every_parameter_is_listed_once() -> None:
         ("slope.weight", ["-", "PReLU is not a known layer"]),
         ("frozen.weight", ["-", "frozen"]),
         ("partly.weight", ["-", "frozen"]),
-        ("partly.bias", ["-", "not a trainable weight"]),
+        ("partly.bias", ["-", "the weight of its Linear is frozen"]),
         ("skipped.weight", ["-", "named in skip"]),
         ("skipped.bias", ["-", "named in skip"]),
         ("attention.in_proj_weight", ["-", "MultiheadAttention is not a known"]),
