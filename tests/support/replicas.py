@@ -104,7 +104,7 @@ def build(case: Case) -> tuple[Any, torch.optim.Optimizer, Any]:
         model = DistributedDataParallel(model)
     if case.method.startswith(("spngd", "polar")):
         kind = natgrad.SPNGD if case.method.startswith("spngd") else natgrad.Polar
-        whole = kind(model, lr=case.lr, momentum=0.9, **case.options)
+        whole = construct(kind, model, lr=case.lr, momentum=0.9, **case.options)
         return model, whole, whole
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=0.9)
     return model, optimizer, construct(natgrad.KFAC, model, optimizer, **case.options)

@@ -33,13 +33,13 @@ def hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) for m in model.modules())
 
 
-@pytest.mark.parametrize("left_out", ["a parameter", "a name"])
-def test_a_constructor_that_fails_leaves_no_hooks(left_out: str) -> None:
+@pytest.mark.parametrize("wrong", ["a name", "a setting"])
+def test_a_constructor_that_fails_leaves_no_hooks(wrong: str) -> None:
     gc.collect()
     model, watched = made(), len(_STANCE.watched)
     params = list(model[0].named_parameters())
-    group: dict[str, Any] = {"params": params}
-    if left_out == "a name":
+    group: dict[str, Any] = {"params": params, "momentum": 1.5}
+    if wrong == "a name":
         group = {"params": [*params, ("again", params[0][1]), object()]}
     with pytest.raises((ValueError, TypeError)):
         SPNGD(model, [group], lr=0.1)
@@ -106,7 +106,7 @@ def test_layers_that_the_optimizer_does_not_have_are_left_alone(rule: Any) -> No
         assert all("not the optimizer's" in line for line in lines)
 
 
-def test_a_layer_that_the_optimizer_has_in_part_is_left_alone() -> None:
+def test_a_bias_that_the_optimizer_does_not_have_is_left_alone() -> None:
     model = made()
     bias = model[2].bias
     params = [p for p in model.parameters() if p is not bias]
@@ -122,7 +122,8 @@ def test_a_layer_that_the_optimizer_has_in_part_is_left_alone() -> None:
         before = bias.grad.clone()
         optimizer.step()
         assert torch.equal(bias.grad, before)
-        assert kfac.engine.block["2.weight"].kind is None
+        assert kfac.engine.block["2.bias"].kind is None
+        assert kfac.engine.block["2"].parameters == (model[2].weight,)
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:

@@ -50,18 +50,15 @@ def make_spngd(model: nn.Module, options: dict[str, Any]) -> Optimizer:
 
 
 def make_adaptive(model: nn.Module, options: dict[str, Any]) -> Optimizer:
-    rule = {
-        "rule": natgrad.EigenAdam(),
-        "fallback": natgrad.Adam(),
-        "length": natgrad.LayerTrust(),
-    }
     return construct(
         natgrad.SPNGD,
         model,
         lr=0.02,
+        rule=natgrad.EigenAdam(),
+        fallback=natgrad.Adam(),
+        length=natgrad.LayerTrust(),
         average=natgrad.AverageGradients(),
-        **rule,
-        **options,
+        refresh=options["refresh"],
     )
 
 
@@ -201,12 +198,12 @@ def bad_states() -> dict[str, tuple[Callable[[dict[str, Any]], None], str]]:
         state["statistics"]["3/G"]["average"] = torch.zeros(2)
 
     def older(state: dict[str, Any]) -> None:
-        state["version"] = 1
+        state["version"] = 2
         del state["moments"]
 
     return {
-        "version": (version, "version=99.*Must be 2"),
-        "older": (older, "version=1.*Must be 2"),
+        "version": (version, "version=99.*Must be 3"),
+        "older": (older, "version=2.*Must be 3"),
         "missing": (missing, "'3/G' is missing in the saved state"),
         "extra": (extra, "'head/A' is missing in this model"),
         "size": (size, "'3/G'.*size 17.*Must be 3"),

@@ -33,6 +33,8 @@ FORMS: dict[str, dict[str, Any]] = {
 # Equal to the last bit. Others have products whose rounding may depend on the stack.
 EXACT = ("adaptive", "corrected", "corrected-relative", "restarted", "rest")
 MEMBERS = {  # how many blocks each call scales: out; words; layers
+    "factored": [1, 2, 3],
+    "orthogonal": [1, 2, 3],
     "adaptive": [1, 2, 3],
     "corrected": [1, 2, 3],
     "rest": [7],
@@ -96,41 +98,21 @@ def test_together_is_as_alone(
         assert torch.equal(together[name], p) or form not in EXACT, name
 
 
-def test_one_product_for_equal_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two multiplications for three layers, not six."""
-    from natgrad.rules import preconditioner
-
-    stacks: list[int] = []
-    inner = preconditioner.between
-
-    def count(v: Tensor, *sides: Tensor | None) -> Tensor:
-        stacks.append(len(v))
-        return inner(v, *sides)
-
-    monkeypatch.setattr(preconditioner, "between", count)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with KFAC(model, optimizer, rule=natgrad.Kronecker(style="factored"), norm="skip"):
-        backward(model, 0)
-        optimizer.step()
-    assert sorted(stacks) == [1, 2, 3]  # out; words; layers
-
-
 @pytest.mark.parametrize("form", MEMBERS)
 def test_every_rule_does_equal_shapes_together(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from natgrad.rules import preconditioner
-
+    """One application for three layers, not three."""
     seen: list[int] = []
-    name = "corrected_scale" if form == "corrected" else "adaptive_scale"
-    inner = getattr(preconditioner, name)
+    part = "fallback" if form == "rest" else "rule"
+    rule = type(FORMS[form][part])
+    inner = rule.apply
 
-    def count(v: Tensor, *rest: Any) -> Tensor:
-        seen.append(len(v))
-        return inner(v, *rest)
+    def count(self: natgrad.Rule, x: natgrad.Matrices) -> Tensor:
+        seen.append(len(x.direction))
+        return inner(self, x)
 
-    monkeypatch.setattr(preconditioner, name, count)
+    monkeypatch.setattr(rule, "apply", count)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"norm": "skip"}

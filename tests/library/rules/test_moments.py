@@ -131,11 +131,11 @@ def test_every_rule_works_with_nothing_else_said(rule: Rule) -> None:
     with KFAC(model, optimizer, rule=rule) as kfac:
         backward(model, 0)
         optimizer.step()
-        assert kfac.engine.config.the_length == CHOSEN[rule]
+        assert kfac.engine.options.the_length == CHOSEN[rule]
     with SPNGD(model, lr=0.01, rule=rule) as spngd:
         backward(model, 1)
         spngd.step()
-        assert spngd.engine.config.the_length == Free()
+        assert spngd.engine.options.the_length == Free()
 
 
 def test_what_is_said_is_not_overruled() -> None:
