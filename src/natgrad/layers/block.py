@@ -141,6 +141,8 @@ def find_blocks(
             _note(reasons, module, reason or FOREIGN)
         elif id(weight) not in found:
             found[id(weight)] = _block(name, module, kind)
+            if not kind.options.bias:
+                _note(reasons, module, "its weight is in another group")
         else:
             _tie(found[id(weight)], name, module, kind)
     blocks = _with_plain(model, found, reasons, known)
@@ -239,8 +241,8 @@ def _with_plain(
     for name, p in model.named_parameters():
         block = block_of.get(id(p))
         if block is None and p.requires_grad:
-            reason = reasons.get(id(p)) or why_plain(model, name)
             options = known.get(id(p), LayerOptions())
+            reason = reasons.get(id(p)) or options.plain or why_plain(model, name)
             alone = options.any_matrix and Matrix.fits(p)
             block = _matrix(name, p, options) if alone else _plain(name, p, reason)
         if block is not None:
