@@ -43,9 +43,9 @@ COMMANDS = {
 
 EXTRA = {
     *("PIL", "matplotlib", "numpy", "optuna", "psycopg", "pyarrow"),
-    *("pytorch_optimizer", "rich", "sklearn", "tensorboard", "tyro"),
+    *("pytorch_optimizer", "rich", "simplejpeg", "sklearn", "tensorboard", "tyro"),
 }
-"""The modules that the extra ``[lab]`` brings."""
+"""The modules that come with the lab."""
 
 
 def usage() -> str:
@@ -85,7 +85,10 @@ def _explain(error: Exception) -> str | None:
     """What to say instead of a traceback; None if only that says what is wrong."""
     if isinstance(error, ImportError):
         missing = (error.name or "").partition(".")[0] in EXTRA
-        advice = f"{error}. It comes with: pip install '.[lab]' in a clone of natgrad"
+        advice = (
+            f"{error}. It comes with: pip install natgrad-lab, or in a clone of "
+            "natgrad: pip install . ./lab"
+        )
         return advice if missing else None
     # another process is the cause, so that a traceback here says nothing
     peer = type(error).__name__ in ("CommError", "PeerError")
