@@ -10,6 +10,7 @@ from natgrad.layers.kind import LayerKind, LayerOptions, trainable
 from natgrad.layers.matrix import Matrix
 from natgrad.layers.reasons import MHA, why_plain
 from natgrad.layers.table import is_norm, kind_of
+from natgrad.math.parts import diagonal_parts
 from natgrad.math.statistics import widen
 from natgrad.plan.spec import BlockSpec
 from natgrad.rules.fallbacks import Plain
@@ -103,6 +104,13 @@ class Block:
             return [stack.reshape(self.parameters[0].shape)]
         weight, bias = self.kind.unfold(self._module, stack)
         return [weight] if bias is None else [weight, bias]
+
+    def in_parts(self, kind: str, moment: Tensor) -> Tensor:
+        """A moment as its statistic is kept, also if the layer's kind has it whole."""
+        spec = next(s for s in self.spec.statistics if s.kind == kind)
+        if spec.parts == 1 or len(moment) == spec.stack:
+            return moment
+        return diagonal_parts(moment, spec.parts, spec.size)
 
     def write_gradient(self, stack: Tensor, scale: Tensor | None = None) -> None:
         """Put ``(s, m, n)``, times ``scale``, into the parameters' ``.grad``."""

@@ -74,6 +74,7 @@ def _layer_options(options: Options, parts: Parts, group: int) -> LayerOptions:
         sides=rule.sides,
         source=rule.source,
         corrected=rule.corrects,
+        largest_factor=options.largest_factor,
         plain=f"its group follows {rule.name}" if is_fallback(rule) else "",
         group=group,
     )
