@@ -7,7 +7,6 @@ those classes, in `natgrad.rules`.
 """
 
 import dataclasses
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -211,11 +210,6 @@ class Options:
             damping=self.damping,
             refresh=self.refresh,
         )
-
-    def fingerprint(self) -> str:
-        """All options as text, alike in processes that were given the same ones."""
-        alike = dataclasses.replace(self, group=None, profile=None)
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(alike))
 
 
 def _of_another_kind(name: str, value: Any, kind: type) -> str:

@@ -90,6 +90,10 @@ class Statistics:
         """Names of the due statistics that forwards and backwards are to give."""
         return [s.spec.name for s in self.due() if not s.spec.is_local]
 
+    def facts(self) -> Tensor | None:
+        """What a budget's account has to tell the other ranks in this step."""
+        return None if self.account is None else self.account.facts(self.like)
+
     def refresh(
         self,
         sums: dict[str, Tensor],
