@@ -12,6 +12,9 @@ OptimizerName = Literal["sgd", "adamw", "spngd", "polar", "muon", "soap", "shamp
 TRUSTED = ("sgd", "adamw", "muon", "soap")
 ScheduleKind = Literal["constant", "steps", "polynomial", "cosine"]
 RefreshKind = Literal["every", "adaptive", "staircase", "late", "budget"]
+SEEDS = 2**31
+SEEDS_LEGAL = f"in [0, {SEEDS})"
+"""Torch's generators, numpy's and a study's storage all take these."""
 Crop = Literal["stretched", "resized"]
 IMAGES = ("crop", "size", "cache", "workers")
 """Settings of images that are decoded when they are asked for."""
@@ -370,6 +373,7 @@ class TrainConfig:
         require(self.batch >= 1, "batch", self.batch, ">= 1")
         micro = self.micro_batch
         require(micro is None or micro >= 1, "micro_batch", micro, ">= 1 or none")
+        require(0 <= self.seed < SEEDS, "seed", self.seed, SEEDS_LEGAL)
         for target in self.targets:
             require(0 < target <= 100, "targets", target, "percentages in (0, 100]")
         require(self.evaluate_every > 0, "evaluate_every", self.evaluate_every, "> 0")
