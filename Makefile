@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo quick test-library test-lab test test-all durations check lint \
-	types docs bench soak format clean
+.PHONY: help venv demo quick test-library test-lab test-processes test test-all durations \
+	check lint types docs dist bench soak format clean
 
 # All cores; tests that share a fixture stay on one of them, the longest go first.
 WORKERS ?= auto
@@ -59,6 +59,9 @@ test-library: $(ALONE)/.installed ## the library's tests, where the lab is not i
 test-lab: $(STAMP) ## the tests of the lab, of faults and of integrations
 	$(PYTEST) tests/lab tests/faults tests/integrations
 
+test-processes: $(STAMP) ## the tests that start processes, with torch.distributed's own checks
+	TORCH_DISTRIBUTED_DEBUG=DETAIL $(PYTEST) -m 'processes and not long'
+
 test: check ## check, then every test but the long ones
 	$(PYTEST) --durations=20
 
@@ -70,6 +73,17 @@ durations: $(STAMP) ## write tests/durations.json, which says what is slow (on a
 
 docs: $(STAMP) ## build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+dist: $(STAMP) ## build both distributions into dist/, and try the library in an empty environment
+	rm -rf dist build/empty
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist lab
+	$(BIN)/twine check --strict dist/*
+	test -z '$(TAG)' || ls dist/natgrad-$(TAG:v%=%).tar.gz  # a tag is the version it names
+	$(PYTHON) -m venv build/empty
+	time build/empty/bin/python -m pip install --quiet -c constraints.txt dist/natgrad-*.whl
+	time build/empty/bin/python -I -c 'import natgrad; print(natgrad.__version__)'
+	ls -l dist
 
 bench: $(STAMP) ## time a step against SGD and peers, one process and two (under half an hour)
 	$(BIN)/python -m benchmarks.step_time

@@ -5,7 +5,8 @@ from importlib.metadata import version as installed
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "lab" / "src")]
+OWN = Path(__file__).parent / "extensions"
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "lab" / "src"), str(OWN)]
 
 project = "natgrad"
 author = "natgrad contributors"
@@ -14,13 +15,15 @@ version = release = installed("natgrad")
 
 extensions = [
     "myst_parser",
+    "mathml",
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"natgrad {release}"
+
+html_math_renderer = "mathml"
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3

@@ -20,7 +20,7 @@ from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.ekfac import EKFAC
 from natgrad.rules.fallbacks import Adam, Plain
 from natgrad.rules.kronecker import Kronecker
-from natgrad.rules.lengths import Free, KLClip, LayerTrust, Length
+from natgrad.rules.lengths import Free, KLClip, LayerTrust, Length, MuonLength
 from natgrad.rules.orthogonal import Orthogonal
 from natgrad.rules.rule import Matrices, Rule
 from natgrad.spngd import SPNGD
@@ -48,6 +48,7 @@ __all__ = [
     "LayerTrust",
     "Length",
     "Matrices",
+    "MuonLength",
     "Options",
     "Orthogonal",
     "Plain",

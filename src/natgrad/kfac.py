@@ -85,6 +85,7 @@ class KFAC(Inspectable):
             chosen,
             grad_scaler=grad_scaler,
             groups=None if optimizer is None else _groups_of(optimizer, chosen),
+            optimizer=optimizer,
         )
         self._handles: list[Any] = []
         if self.engine.own_gradients:

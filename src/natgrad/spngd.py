@@ -125,6 +125,7 @@ class SPNGD(Inspectable, Optimizer):
             chosen,
             grad_scaler=grad_scaler,
             groups=owned,
+            optimizer=self,
             agrees_on_overflow=True,
         )
         self._overflow = Overflow(self, self.engine, grad_scaler)

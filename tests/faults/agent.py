@@ -19,12 +19,12 @@ import torch.distributed as dist
 from tests.faults.launch import Outcome
 from tests.support.facts import starts_processes
 
-from natgrad_lab.train.metrics import read_metrics
+from natgrad_lab.train.records import read_metrics
 
 PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
-    "natgrad_lab.train.command",
+    "natgrad_lab.train.session",
     "natgrad_lab.data",
     "sklearn.datasets",
     "hypothesis",

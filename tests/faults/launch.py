@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from natgrad_lab.train.metrics import read_metrics
+from natgrad_lab.train.records import read_metrics
 
 VICTIM = Path(__file__).with_name("victim.py")
 ROOT = VICTIM.parent.parent.parent

@@ -22,7 +22,6 @@ from natgrad_lab.errors import UserError
 from natgrad_lab.train import checkpoint, storage
 from natgrad_lab.train import run as runs
 from natgrad_lab.train.checkpoint import Checkpoints
-from natgrad_lab.train.command import start as create_together
 from natgrad_lab.train.config import (
     CurvatureConfig,
     DataConfig,
@@ -33,8 +32,9 @@ from natgrad_lab.train.config import (
     TrainConfig,
 )
 from natgrad_lab.train.loop import Ending, Trainer
-from natgrad_lab.train.metrics import read_metrics
 from natgrad_lab.train.processes import World
+from natgrad_lab.train.records import read_metrics
+from natgrad_lab.train.session import start as create_together
 from natgrad_lab.train.tree import Rows, join, split
 
 # -- a state as tensors and JSON -------------------------------------------------------

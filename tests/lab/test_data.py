@@ -193,7 +193,7 @@ def test_the_mean_image_is_of_the_upper_left_and_is_kept(tmp_path):
     assert loaded.mean is not None
     torch.testing.assert_close(loaded.mean, expected)
     kept = next((tmp_path / "imagenet").glob("mean-*.npy"))
-    np.save(kept, np.full((3, 224, 224), 7, np.float32))
+    np.save(kept, np.full((3, 256, 256), 7, np.float32))
     again = data.load("imagenet", tmp_path).mean
     assert again is not None
     assert again.unique().tolist() == [7]
@@ -231,10 +231,10 @@ def test_a_missing_folder_of_images_is_named(tmp_path):
 def test_mean_image_tells_its_progress(tmp_path):
     write_images(tmp_path)
     train = data.load("imagenet", tmp_path).train
-    assert isinstance(train, imagenet.FolderSplit)
+    assert isinstance(train, data.ImageSplit)
     told = []
-    imagenet.mean_image(train, 4, lambda done, total: told.append((done, total)))
-    assert told == [(4, 4)]
+    imagenet.mean_image(train, None, lambda done, total: told.append((done, total)))
+    assert told == [(6, 6)]
 
 
 def write_text(folder: Path) -> None:

@@ -279,3 +279,13 @@ def test_every_page_is_reached_from_the_index(built: Path) -> None:
     for page in pages:
         target = str(page.relative_to(DOCS).with_suffix(".html"))
         assert f'href="{target}"' in index, target
+
+
+@pytest.mark.slow
+def test_the_pages_need_no_network(built: Path) -> None:
+    """Formulas are MathML, and whatever a page loads is one of its own files."""
+    pages = {path: path.read_text() for path in built.rglob("*.html")}
+    assert pages[built / "damping.html"].count("<math") > 10
+    loads = re.compile(r'<(?:script|link|img)\b[^>]*(?:src|href)="(?:\w+:)?//[^"]*')
+    assert [found for text in pages.values() for found in loads.findall(text)] == []
+    assert not any("\\frac" in text for text in pages.values())

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from natgrad_lab.cli import main
-from natgrad_lab.inspect.records import read_looks
 from natgrad_lab.train import metrics
 from natgrad_lab.train.loop import Trainer
-from natgrad_lab.train.metrics import MetricsWriter, read_metrics
+from natgrad_lab.train.metrics import MetricsWriter
+from natgrad_lab.train.records import read_looks, read_metrics
 
 QUICK = ["--steps", "4", "--batch", "64", "--model.width", "4", "--diagnostics", "1"]
 SAID = ("diagnostics.jsonl cannot", "TensorBoard events cannot", "Checkpoint: step")
@@ -99,14 +99,14 @@ def test_a_failed_writer_of_events_is_replaced_after_a_while(
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
     writer = MetricsWriter(tmp_path, tensorboard=True)
     with pytest.warns(UserWarning, match="TensorBoard events cannot be written"):
-        writer.write("train", 1, loss=1.0)
+        writer.write("start", 1, loss=1.0)
     Board.full = False
-    writer.write("train", 2, loss=1.0)
+    writer.write("start", 2, loss=1.0)
     assert Board.made == 1, "not at once"
     now[0] += 61
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        writer.write("train", 3, loss=1.0)
+        writer.write("start", 3, loss=1.0)
     assert Board.made == 2
     writer.close()
     steps = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")]

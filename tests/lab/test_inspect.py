@@ -20,11 +20,12 @@ from natgrad_lab.inspect.page import QUANTITIES, build, page_data
 from natgrad_lab.inspect.records import (
     change_rates,
     mean_seconds,
-    read_looks,
     statistics_bytes,
     thin,
 )
-from natgrad_lab.train.config import TrainConfig
+from natgrad_lab.train import run as runs
+from natgrad_lab.train.config import OptimizerConfig, TrainConfig
+from natgrad_lab.train.records import read_looks
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOOKS = ("estimate", "sampled", "reduce", "refresh", "invert", "precondition")
@@ -170,6 +171,61 @@ def test_the_page_has_layers_that_have_statistics() -> None:
 
 
 # -- the page -----------------------------------------------------------------------
+
+
+def page_of(folder: Path, optimizer: OptimizerConfig) -> str:
+    """The page that the command writes of a run with this optimizer."""
+    runs.create(folder, "run", TrainConfig(optimizer=optimizer))
+    lines = [json.dumps(each) for each in looks()]
+    (folder / "diagnostics.jsonl").write_text("\n".join(lines))
+    assert main(["inspect", str(folder)]) == 0
+    return (folder / "inspect.html").read_text()
+
+
+def test_the_page_claims_a_bound_only_where_there_is_one(tmp_path: Path) -> None:
+    kfac = page_of(tmp_path / "kfac", OptimizerConfig(kfac=True))
+    polar = page_of(tmp_path / "polar", OptimizerConfig(name="polar"))
+    claim = "At most 1 over the layer's own damping"
+    assert (claim in kfac, claim in polar) == (True, False)
+    assert "The rule sets the length" in polar
+
+
+def test_the_claimed_bound_holds() -> None:
+    """And without the inverse's bound it would not: Polar's updates are longer."""
+    torch.manual_seed(0)
+    worst: dict[str, float] = {}
+    for name in ("kfac", "polar"):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        if name == "polar":
+            optimizer = watched = natgrad.Polar(model, lr=0.01)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            watched = natgrad.KFAC(model, optimizer, damping=1e-3)
+        watched.watch(every=1)
+        nn.functional.mse_loss(model(torch.randn(9, 6)), torch.randn(9, 3)).backward()
+        optimizer.step()
+        blocks = watched.diagnostics()["blocks"].values()
+        worst[name] = max(each["norm_ratio"] * each["damping"] for each in blocks)
+    assert worst["kfac"] <= 1 + 1e-5
+    assert worst["polar"] > 1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[1]", "line 3 is damaged"),
+        ('{"step": 1}', r"line 3 is damaged.*\n.*Missing key 'steps'"),
+        ('{"step": 1,,}', "line 3 is damaged"),
+    ],
+)
+def test_a_damaged_line_is_named(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.create(tmp_path, "run", TrainConfig(optimizer=OptimizerConfig(kfac=True)))
+    lines = [json.dumps(each) for each in looks(2)]
+    (tmp_path / "diagnostics.jsonl").write_text("\n".join([*lines, line]))
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert re.search(rf"diagnostics\.jsonl, {said}", capsys.readouterr().err)
 
 
 def test_the_page_needs_no_network() -> None:

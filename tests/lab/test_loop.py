@@ -18,7 +18,6 @@ from natgrad_lab.cli import main
 from natgrad_lab.errors import UserError
 from natgrad_lab.recipes import find
 from natgrad_lab.train import run as runs
-from natgrad_lab.train.command import start as create_together
 from natgrad_lab.train.config import (
     CurvatureConfig,
     DataConfig,
@@ -29,8 +28,9 @@ from natgrad_lab.train.config import (
     TrainConfig,
 )
 from natgrad_lab.train.loop import Ending, Trainer
-from natgrad_lab.train.metrics import read_metrics
 from natgrad_lab.train.processes import World
+from natgrad_lab.train.records import read_metrics
+from natgrad_lab.train.session import start as create_together
 
 SGD = OptimizerConfig(lr=0.05)
 KFAC = OptimizerConfig(kfac=True, lr=0.05)

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from email.message import Message
 from email.parser import Parser
 from importlib.metadata import distribution, packages_distributions, requires
 from pathlib import Path
 
 import pytest
 
+import natgrad
 from natgrad_lab.cli import COMMANDS, EXTRA, Command, main
 
 ROOT = Path(__file__).parents[2]
@@ -61,20 +63,27 @@ def test_the_library_requires_torch_alone() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the tree, without a network."""
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both, built from the tree without a network, by the name of their package."""
     pytest.importorskip("hatchling", reason="builds wheels; of the extra dev")
-    folder = tmp_path_factory.mktemp("wheel")
+    folder = tmp_path_factory.mktemp("wheels")
     options = ("--no-deps", "--no-index", "--no-build-isolation", "-w", str(folder))
-    pip("wheel", *options, str(ROOT))
-    return next(folder.glob("*.whl"))
+    pip("wheel", *options, str(ROOT), str(ROOT / "lab"))
+    return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
 
 
 @pytest.fixture(scope="module")
-def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packages of an environment in which ``pip install natgrad`` was run."""
     folder = tmp_path_factory.mktemp("site")
-    pip("install", "--no-deps", "--no-index", "--target", str(folder), str(wheel))
+    pip(
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(folder),
+        str(wheels["natgrad"]),
+    )
     for package in closure("torch"):
         files = distribution(package).files or []
         for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
@@ -96,16 +105,42 @@ def inside(site: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=site)
 
 
-def test_a_wheel_asks_for_torch_alone(wheel: Path) -> None:
+def told(wheel: Path) -> Message:
+    """A wheel's metadata."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("/METADATA")]
-        told = Parser().parsestr(archive.read(name).decode())
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def test_a_wheel_asks_for_torch_alone(wheels: dict[str, Path]) -> None:
+    needs = told(wheels["natgrad"]).get_all("Requires-Dist", [])
+    assert names(needs) == {"torch"}
+
+
+@pytest.mark.parametrize(("package", "root"), [("natgrad", ""), ("natgrad_lab", "lab")])
+def test_a_wheel_has_its_package_alone(
+    package: str, root: str, wheels: dict[str, Path]
+) -> None:
+    with zipfile.ZipFile(wheels[package]) as archive:
         shipped = {*archive.namelist()}
-    assert names(told.get_all("Requires-Dist", [])) == {"torch"}
-    source = ROOT / "src"
+    source = ROOT / root / "src"
     data = {p for s in ("typed", "html", "toml") for p in source.rglob(f"*.{s}")}
     assert {str(path.relative_to(source)) for path in data} <= shipped
-    assert not [name for name in shipped if name.startswith(("tests", "benchmarks"))]
+    tops = {name.partition("/")[0] for name in shipped}
+    assert tops == {package, f"{package}-{natgrad.__version__}.dist-info"}
+    assert any(name.endswith("/licenses/LICENSE") for name in shipped)
+
+
+def test_both_packages_have_one_version(wheels: dict[str, Path]) -> None:
+    library, lab = told(wheels["natgrad"]), told(wheels["natgrad_lab"])
+    assert library["Version"] == lab["Version"] == natgrad.__version__
+    assert f"natgrad=={natgrad.__version__}" in lab.get_all("Requires-Dist", [])
+
+
+def test_nothing_asks_for_files_of_this_machine(wheels: dict[str, Path]) -> None:
+    """An index refuses direct references."""
+    for wheel in wheels.values():
+        assert not [x for x in told(wheel).get_all("Requires-Dist", []) if "@" in x]
 
 
 TRAIN = """
@@ -132,11 +167,20 @@ def test_the_library_trains_where_nothing_else_is_installed(site: Path) -> None:
     assert (site / "looks.jsonl").stat().st_size > 0
 
 
-def test_what_the_lab_brings_is_known_to_its_command() -> None:
-    project = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
-    lab = names(project["dependencies"]) - {"natgrad"}
+def test_what_the_lab_brings_is_known_to_its_command(wheels: dict[str, Path]) -> None:
+    needs = told(wheels["natgrad_lab"]).get_all("Requires-Dist", [])
     installed = packages_distributions()
-    assert {normal(installed[module][0]) for module in EXTRA} == lab
+    brought = {normal(installed[module][0]) for module in EXTRA}
+    assert brought == names(needs) - {"natgrad"}
+
+
+def test_a_package_that_is_missing_is_told_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(COMMANDS, "odd", Command("rich:print", ""))
+    assert main(["odd"]) == 2
+    assert "pip install natgrad-lab" in capsys.readouterr().err
 
 
 def test_a_module_that_no_extra_brings_is_not_explained_away(

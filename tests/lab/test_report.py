@@ -26,7 +26,7 @@ def write_run(folder: Path, accuracies: list[float], *, end: bool = True) -> Pat
         writer.write(
             "train", step, phases={"data": 0.2, "forward": 0.8}, **train, **spent
         )
-        writer.write("test", step, loss=0.5, accuracy=accuracy, **spent)
+        writer.write("test", step, epoch=1.0, loss=0.5, accuracy=accuracy, **spent)
     if end:
         writer.write("end", 10 * len(accuracies), reason="done", seconds=9.0)
     writer.close()

@@ -46,6 +46,9 @@ from natgrad_lab.train.metrics import MetricsWriter
 from natgrad_lab.train.processes import World
 from natgrad_lab.train.refreshes import RefreshLog
 
+TRAINED = {"loss": 1.0, "lr": 0.1, "seconds": 1.0, "phases": {}}
+"""What every record of training has."""
+
 
 @pytest.fixture(scope="module")
 def workers() -> dict[Row, list[list[int]]]:
@@ -97,9 +100,9 @@ def test_intervals_make_kinds_of_step() -> None:
 
 def test_recorded_refreshes_are_replayed(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
-    writer.write("train", 10, reduction=1.0)
-    writer.write("train", 20, reduction=0.6)
-    writer.write("train", 40, reduction=0.3)
+    writer.write("train", 10, **TRAINED, reduction=1.0)
+    writer.write("train", 20, **TRAINED, reduction=0.6)
+    writer.write("train", 40, **TRAINED, reduction=0.3)
     writer.close()
     kinds = {k.estimated: k.share for k in replay(tmp_path)}
     assert kinds == pytest.approx({1.0: 0.25, 0.2: 0.25, 0.0: 0.5})
@@ -111,7 +114,7 @@ def test_a_replayed_run_lies_between_never_and_always(
     tmp_path: Path, resnet50: Work
 ) -> None:
     writer = MetricsWriter(tmp_path)
-    writer.write("train", 10, reduction=0.5)
+    writer.write("train", 10, **TRAINED, reduction=0.5)
     writer.close()
     profile = find_profile("abci")
     found = [
@@ -136,7 +139,7 @@ def test_a_replay_refreshes_what_each_step_of_the_run_did(tmp_path: Path) -> Non
         kfac.step()
         log.note(step)
         if step % 3 == 0 or step == 8:
-            writer.write("train", step, reduction=0.5, **log.take())
+            writer.write("train", step, **TRAINED, reduction=0.5, **log.take())
     writer.close()
     kfac.close()
     policy = replay(tmp_path)
@@ -161,7 +164,7 @@ def test_a_replay_of_one_statistic_costs_what_that_one_costs(tmp_path: Path) -> 
     chosen = max(specs, key=lambda s: s.size)
     writer = MetricsWriter(tmp_path)
     due = [names.index(chosen.name)]
-    writer.write("train", 1, statistics=names, refreshes=[[1, due, due]])
+    writer.write("train", 1, **TRAINED, statistics=names, refreshes=[[1, due, due]])
     writer.close()
     phases = simulate(work, profile, 1, Method(policy=replay(tmp_path))).phases
     assert phases["invert"] == pytest.approx(profile.cost("eigen").invert(chosen))

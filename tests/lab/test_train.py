@@ -12,6 +12,7 @@ from torch import nn
 
 import natgrad
 from natgrad_lab.errors import UserError
+from natgrad_lab.schema import build
 from natgrad_lab.train import run as runs
 from natgrad_lab.train.config import (
     CurvatureConfig,
@@ -22,12 +23,8 @@ from natgrad_lab.train.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from natgrad_lab.train.metrics import (
-    Clock,
-    MetricsWriter,
-    read_metrics,
-    waiting_share,
-)
+from natgrad_lab.train.metrics import Clock, MetricsWriter, waiting_share
+from natgrad_lab.train.records import read_metrics
 from natgrad_lab.train.schedules import make_damping, make_refresh, make_scheduler
 
 # Settings
@@ -167,8 +164,20 @@ def test_what_the_data_are_is_kept_with_the_versions(tmp_path: Path) -> None:
     versions = json.loads((tmp_path / "versions.json").read_text())
     assert versions["data"] == "digits (scikit-learn)"
     assert versions["packages"]["torch"]
-    (tmp_path / "versions.json").write_text("{")
-    assert runs.data_note(run) == "digits"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "line 1"), ("[]", r"\[\]\. Must be a table"), ('{"data": 3}', "data = 3")],
+)
+def test_damaged_versions_are_named(tmp_path: Path, text: str, said: str) -> None:
+    run = runs.create(tmp_path, "name", TrainConfig())
+    (tmp_path / "versions.json").write_text(text)
+    with pytest.raises(UserError, match=rf"versions\.json is damaged.*{said}"):
+        runs.data_note(run)
+    with pytest.warns(UserWarning, match=r"versions\.json is damaged.*written again"):
+        runs.note_data(run, "digits (scikit-learn)")
+    assert runs.data_note(run) == "digits (scikit-learn)"
 
 
 def test_a_folder_of_text_is_a_setting(tmp_path: Path) -> None:
@@ -184,7 +193,7 @@ def test_an_unset_folder_leaves_the_settings_as_they_were() -> None:
     settings = runs.plain(TrainConfig())
     assert "folder" not in settings["data"]
     assert settings["data"]["root"] is None
-    assert runs.from_plain(TrainConfig, settings) == TrainConfig()
+    assert build(TrainConfig, settings) == TrainConfig()
 
 
 def test_a_folder_is_never_used_twice(tmp_path: Path) -> None:
@@ -202,10 +211,11 @@ def test_a_damaged_config_is_named(tmp_path: Path, text: str) -> None:
 
 def test_records_taken_back_by_a_resume_do_not_count(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
+    trained = {"lr": 0.1, "seconds": 1.0, "phases": {}}
     for step in (1, 2, 3):
-        writer.write("train", step, loss=float(step))
+        writer.write("train", step, loss=float(step), **trained)
     writer.write("resume", 2)
-    writer.write("train", 3, loss=30.0)
+    writer.write("train", 3, loss=30.0, **trained)
     writer.close()
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"kind": "tra')

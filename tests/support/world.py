@@ -20,7 +20,10 @@ import torch.distributed as dist
 from tests.support.facts import starts_processes
 
 _context = get_context("forkserver")
-_context.set_forkserver_preload(["torch", "pytest", "hypothesis", "natgrad"])
+# A natgrad optimizer imports torch._dynamo, which takes each process seconds.
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "pytest", "hypothesis", "natgrad"]
+)
 
 
 class RankError(RuntimeError):

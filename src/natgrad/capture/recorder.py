@@ -365,8 +365,8 @@ class Capture:
             call.finish()
             if not self._sentinel.is_set:
                 self._sentinel.watch(call.block.parameters[0])
-        for kind, moment in (kept | moments).items():
-            name = f"{call.block.name}/{kind}"
+        for kind, whole in (kept | moments).items():
+            name, moment = f"{call.block.name}/{kind}", call.block.in_parts(kind, whole)
             self.fired.add(name)
             into.add(name, moment, observed.positions)
             if self.on_growth is not None and into is self._captured:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from natgrad.diagnostics.timer import Reader, phase_sum
 from natgrad.math import spectrum
+from natgrad.math.parts import without_padding
 from natgrad.math.spectrum import POINTS
 from natgrad.plan import EXCHANGES
 
@@ -128,7 +129,9 @@ class Probe:
         if kept is None or kept[0] != version:
             # the eigenvalues (s, n) of a decomposition are there already
             x = s.inverse[1] if version[1] and s.inverse else statistics.dense(s)
-            kept = self._known[s.spec.name] = version, spectrum.summarise(x).double()
+            pieces = without_padding(x, s.spec.parts, s.spec.padding)
+            summary = spectrum.summarise(*pieces).double()
+            kept = self._known[s.spec.name] = version, summary
         return kept[1]
 
     def _motion(self, block: "Block") -> Tensor:
@@ -202,7 +205,7 @@ class Probe:
         largest, smallest, mean, square = row[:4].tolist()
         change, *_, kept = row[SUMMARY:].tolist()
         t, before = s.timing, self._before[name]
-        size = s.spec.stack * s.spec.size
+        size = s.spec.eigenvalues
         return {
             "kind": s.spec.kind,
             "size": size,

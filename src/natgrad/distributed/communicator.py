@@ -1,44 +1,39 @@
-"""Runs a plan's exchanges: the only importer of torch.distributed.
+"""Runs a plan's exchanges.
 
 The same code runs on gloo and NCCL. A reduce-scatter-v is one reduction, and an
 all-gather-v one broadcast, for each rank that has a part in a bucket, all in flight at
 once: uneven parts cost no padding and no copy. On gloo this is also faster than
 reduce_scatter and all_to_all.
 
-Buckets and their order are in `flight`, the naming of lost ranks in `pulse`.
+Buckets and their order are in `transfer`, process groups in `links`, the naming of lost
+ranks in `watchdog`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from natgrad.distributed.compare import require_same, require_same_options
+from natgrad.distributed.links import Key, Links, job_store
 from natgrad.distributed.options import CommOptions
 from natgrad.distributed.traffic import Counts, Traffic
 from natgrad.distributed.transfer import Flight, Spares, Stage
-from natgrad.distributed.watchdog import Pulse
+from natgrad.distributed.watchdog import START_AGAIN, Pulse
 from natgrad.plan import EXCHANGES, Plan
 from natgrad.plan.buckets import Bucket, make_buckets
 from natgrad.plan.hosts import nodes_of, rails_of
-from natgrad.plan.strategies import Ranks
-
-Key = tuple[str, Ranks]
 
 # Sums come back to a node while the next bucket's go up: each way has its own order.
 DOWN = " down"
-
-_made: Counter[Ranks] = Counter()
 
 
 class CommError(RuntimeError):
@@ -61,19 +56,20 @@ def tell(mark: str, said: Any, group: Any = None) -> list[Any]:
 
     A rank that makes a `Communicator` meanwhile raises as well: the two meet.
     """
-    links = _Links(group, CommOptions.timeout)
+    links = Links(group, CommOptions.timeout)
     links.open([("control", tuple(range(world_of(group))))], backend="gloo")
     heard = links.tell((mark, said, ""))
     links.close()
-    _require_same("plans", [mark for mark, _, _ in heard])
+    require_same("plans", [mark for mark, _, _ in heard])
     return [said for _, said, _ in heard]
 
 
 class Communicator:
     """Moves tensors between ranks as a plan says.
 
-    Construction is collective: the plan and ``fingerprint`` (a text of all options that
-    must agree) are compared, and a difference raises the same ValueError everywhere.
+    Construction is collective: the plan and ``fingerprint`` (texts of all options that
+    must agree, by name) are compared, and a difference raises the same ValueError
+    everywhere.
     ``hosts`` names each rank's host, to override what the system says.
     """
 
@@ -83,7 +79,7 @@ class Communicator:
         options: CommOptions | None = None,
         group: Any = None,
         *,
-        fingerprint: str = "",
+        fingerprint: Mapping[str, str] | None = None,
         hosts: Sequence[str] | None = None,
     ) -> None:
         self.plan = plan
@@ -95,9 +91,9 @@ class Communicator:
         self._everyone = tuple(range(self.world))
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
         self.moved = Traffic()
-        self._broken = False
+        self._over = ""
         if self.world > 1:
-            self._connect(group, fingerprint, hosts)
+            self._connect(group, fingerprint or {}, hosts)
         self._require_world()
 
     def _require_world(self) -> None:
@@ -107,19 +103,19 @@ class Communicator:
             )
 
     def _connect(
-        self, group: Any, fingerprint: str, hosts: Sequence[str] | None
+        self, group: Any, fingerprint: Mapping[str, str], hosts: Sequence[str] | None
     ) -> None:
-        self._links = _Links(group, self.options.timeout)
-        self._pulse = Pulse(_store(self._links.globals), self.rank, self.world)
+        self._links = Links(group, self.options.timeout)
+        self._pulse = Pulse(job_store(self._links.globals), self.rank, self.world)
         self._stop_pulse = weakref.finalize(self, self._pulse.stop)
         host = hosts[self.rank] if hosts else socket.gethostname()
-        options = f"{fingerprint} {self.options}"
+        options = {**fingerprint, "comm": repr(self.options)}
         with self.explained("construction"):
             self._links.open([("control", self._everyone)], backend="gloo")
             said = self._links.tell((self.plan.digest(), options, host))
         try:
-            _require_same("plans", [digest for digest, _, _ in said])
-            _require_same("options", [text for _, text, _ in said])
+            require_same("plans", [digest for digest, _, _ in said])
+            require_same_options([named for _, named, _ in said])
             self._require_world()
         except ValueError:
             self.close()
@@ -169,6 +165,12 @@ class Communicator:
             self.wait(self._links.broadcast((lane, self._everyone), x, source), x)
         return x
 
+    def tell(self, said: Any) -> list[Any]:
+        """What every rank says, on all ranks. For errors: it waits to be heard."""
+        self._pulse.mark("after telling the others")
+        with self.explained("control"):
+            return self._links.tell(said)
+
     def largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
         """Start to find the largest of each number over all ranks; call to wait."""
         vector = torch.tensor(numbers, dtype=torch.int64)
@@ -194,17 +196,24 @@ class Communicator:
         """Wait for a collective that moves ``x``: its stream if that is on a GPU."""
         work.wait() if x.is_cuda else self._pulse.wait(work)
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one does not go on."""
-        if self.world > 1:
-            self._pulse.fail(error)
+    def fail(self, error: BaseException) -> bool:
+        """Tell the other ranks why this one does not go on.
+
+        Returns True if all ranks have failed alike and may go on together. Else no
+        exchange can begin any more: the others have ended.
+        """
+        if self.world == 1 or self._pulse.fail(error):
+            return True
+        message = f"{type(error).__name__}: {error}"
+        self._over = self._over or f"This rank failed before: {message}"
+        return False
 
     def close(self) -> None:
         """Stop showing signs of life, as one that is dropped does, and free groups."""
         if self.world > 1:
             self._stop_pulse()
             # a group with a collective that never ends would hold this rank up
-            if not self._broken:
+            if not self._over:
                 self._links.close()
 
     def end_step(self) -> None:
@@ -238,12 +247,18 @@ class Communicator:
             yield
             return
         try:
+            if self._over or self._pulse.bad_news:
+                raise RuntimeError(START_AGAIN)
             with self._pulse.waiting(f"in {doing}"):
                 yield
         except RuntimeError as error:
-            self._broken = True
-            verdict = self._pulse.verdict()
-            raise CommError(f"{doing} failed. {verdict}\n{error}") from error
+            self._over = self._over or self._pulse.verdict()
+            raise CommError(f"{doing} failed. {self._over}\n{error}") from error
+
+    def require_company(self, doing: str) -> None:
+        """Raise if the other ranks will not take part in what is to begin."""
+        with self.explained(doing):
+            pass
 
     def stages(self, exchange: str, bucket: Bucket, wire: Tensor) -> list[Stage]:
         """The collectives that move a bucket, each stage after the one before."""
@@ -293,61 +308,6 @@ class Communicator:
         return place, (exchange, node), (exchange, rails_of(self._nodes)[place])
 
 
-class _Links:
-    """Process groups by lane and ranks, and the collectives on them, all started
-    without waiting. Ranks are those of ``group``.
-    """
-
-    made_apart: ClassVar[bool] = False
-
-    def __init__(self, group: Any, timeout: float) -> None:
-        self.globals = tuple(dist.get_process_group_ranks(group))
-        # Ranks outside of a group given by the user cannot take part in making ours.
-        self._local = len(self.globals) < dist.get_world_size()
-        self._timeout = timedelta(seconds=timeout)
-        self._groups: dict[Key, Any] = {}
-
-    def open(self, keys: Iterable[Key], backend: str | None = None) -> None:
-        _Links.made_apart |= self._local
-        for lane, ranks in keys:
-            self._groups[lane, ranks] = dist.new_group(
-                [self.globals[rank] for rank in ranks],
-                timeout=self._timeout,
-                backend=backend,
-                use_local_synchronization=self._local,
-            )
-
-    def close(self) -> None:
-        """Destroy the groups. No rank waits for another that does it later.
-
-        Not once some were made by a part of the world: torch names those by how many
-        groups there are, so that fewer would bring back names that were used before.
-        """
-        if not _Links.made_apart:
-            for group in self._groups.values():
-                with suppress(ValueError):  # the user has destroyed all of them
-                    dist.destroy_process_group(group)
-        self._groups.clear()
-
-    def tell(self, said: Any) -> list[Any]:
-        """What every rank says, on all ranks."""
-        heard: list[Any] = [None] * len(self.globals)
-        everyone = tuple(range(len(self.globals)))
-        dist.all_gather_object(heard, said, group=self._groups["control", everyone])
-        return heard
-
-    def all_reduce(self, key: Key, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
-        return dist.all_reduce(x, op=op, group=self._groups[key], async_op=True)
-
-    def reduce(self, key: Key, x: Tensor, to: int) -> Any:
-        rank = self.globals[to]
-        return dist.reduce(x, dst=rank, group=self._groups[key], async_op=True)
-
-    def broadcast(self, key: Key, x: Tensor, source: int) -> Any:
-        rank = self.globals[source]
-        return dist.broadcast(x, src=rank, group=self._groups[key], async_op=True)
-
-
 def _lane(exchange: str, bucket: Bucket) -> str:
     # Shares never overlap backward, so they need no order of their own.
     return "share" if bucket.kind == "gather" else exchange
@@ -358,26 +318,3 @@ def _layouts(plan: Plan) -> Callable[..., tuple[tuple[Bucket, ...], ...]]:
         return make_buckets(plan.exchanges[exchange], names, limit)
 
     return layout
-
-
-def _store(ranks: Ranks) -> Any:
-    """The job's store, under a prefix that is new for each communicator.
-
-    By the ranks that make it: elsewhere others may have made more of them, or fewer.
-    """
-    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-    # A clone has its own connection: a wait on the other does not hold it up.
-    own = store.clone() if hasattr(store, "clone") else store
-    _made[ranks] += 1
-    who = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    return dist.PrefixStore(f"natgrad/{who}/{_made[ranks]}", own)
-
-
-def _require_same(what: str, said: Sequence[str]) -> None:
-    """Raise the same error on all ranks unless all say the same."""
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, text in enumerate(said):
-        ranks[text].append(rank)
-    if len(ranks) > 1:
-        lines = (f"  ranks {who}: {text}" for text, who in ranks.items())
-        raise ValueError(f"Ranks have different {what}:\n" + "\n".join(lines))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from natgrad.plan import EXCHANGES
+from natgrad.requiring import require_count
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -22,6 +23,8 @@ class CommOptions:
         hierarchical: Reduce within hosts, then between them. "auto" does so when
             there are several hosts with the same number of ranks, more than one.
         timeout: Seconds after which a collective that waits for a rank fails.
+        check_weights: Steps between two comparisons of the weights of all ranks, >= 1:
+            different ones are an error on every rank. None: they are never compared.
     """
 
     bucket_bytes: int = 25 * 2**20
@@ -30,6 +33,7 @@ class CommOptions:
     half: tuple[str, ...] = ("share_inverses", "share_updates")
     hierarchical: bool | str = "auto"
     timeout: float = 600.0
+    check_weights: int | None = 100
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
@@ -52,6 +56,8 @@ class CommOptions:
             )
         if not self.timeout > 0:
             raise ValueError(f"Invalid timeout={self.timeout}. Must be > 0.")
+        if self.check_weights is not None:
+            require_count("check_weights", self.check_weights, also=", or None")
 
     def wire_dtype(self, exchange: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which an exchange sends tensors of ``dtype``."""

@@ -53,6 +53,12 @@ class Outbox:
         if self.gradients is not None:
             self.gradients.abandon()
 
+    def settle(self) -> None:
+        """Let what was begun on all ranks come to its end; nothing of it is kept."""
+        for flight in (self.sums.flight, self.gradients and self.gradients.flight):
+            if flight is not None and not flight.finished:
+                flight.finish()
+
     def close(self) -> None:
         """Remove the hooks from the parameters."""
         for handle in self.gradients.handles if self.gradients else ():
@@ -69,7 +75,7 @@ class StatisticsOutbox:
     def __init__(self, comm: Communicator, like: Tensor, overlap: bool) -> None:
         self._comm, self._like, self._overlap = comm, like, overlap
         self.expected: dict[str, int] = {}
-        self._flight: Flight | None = None
+        self.flight: Flight | None = None
         self._names: list[str] = []
         self.traces: dict[str, Tensor] = {}
 
@@ -77,7 +83,7 @@ class StatisticsOutbox:
         """Begin a step that estimates these statistics."""
         self._names, self.traces = list(names), {}
         if self._comm.world > 1:
-            self._flight = self._comm.begin(
+            self.flight = self._comm.begin(
                 "reduce_statistics",
                 # a backward reaches the last layers first
                 reversed(self._names),
@@ -101,19 +107,19 @@ class StatisticsOutbox:
         zero = self._like.new_zeros(())
         self.traces = {name: self.traces.get(name, zero) for name in self._names}
         self.expected |= captured.calls
-        return kept if self._flight is None else self._flight.finish()
+        return kept if self.flight is None else self.flight.finish()
 
     def abandon(self) -> None:
         """Throw away what was sent of a step that never came to its end."""
-        if self._flight is not None:
-            self._flight.finish()
+        if self.flight is not None:
+            self.flight.finish()
         self.open(self._names)
 
     def _send(self, name: str, x: Tensor) -> Tensor:
         part, flat = trace(x), flatten(x)
         self.traces[name] = self.traces[name] + part if name in self.traces else part
-        if self._flight is not None:
-            self._flight.put(name, flat)
+        if self.flight is not None:
+            self.flight.put(name, flat)
         return flat
 
 
@@ -133,7 +139,7 @@ class GradientOutbox:
         self._sent: dict[str, list[tuple[Tensor | None, int]]] = {}
         self._arrived: dict[str, int] = {}
         self._expected: dict[str, int] = {}
-        self._flight: Flight | None = None
+        self.flight: Flight | None = None
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         if overlap:
             for block in blocks:
@@ -145,7 +151,7 @@ class GradientOutbox:
         """Begin a step."""
         self._sent, self._arrived = {}, {}
         names = [b.name for b in reversed(self._blocks)]
-        self._flight = self._comm.begin(
+        self.flight = self._comm.begin(
             "reduce_gradients", names, self._like.dtype, self._like.device
         )
 
@@ -158,20 +164,20 @@ class GradientOutbox:
 
     def abandon(self) -> None:
         """Throw away what was sent of a step that never came to its end."""
-        assert self._flight is not None
-        self._flight.finish()
+        assert self.flight is not None
+        self.flight.finish()
         self.open()
 
     def _finish(self) -> dict[str, Tensor] | None:
         """None if what some rank has sent was void; all is then to be sent again."""
-        assert self._flight is not None
+        assert self.flight is not None
         if any(not _same(seen, block) for block, seen in self._seen()):
-            self._flight.void()
+            self.flight.void()
         for block in self._blocks:
             if block.name not in self._sent:
                 self._send(block)
-        sums = self._flight.finish()
-        if not self._flight.is_void:
+        sums = self.flight.finish()
+        if not self.flight.is_void:
             return sums
         self.open()
         return None
@@ -190,12 +196,12 @@ class GradientOutbox:
         return arrived
 
     def _send(self, block: Block) -> None:
-        assert self._flight is not None
+        assert self.flight is not None
         with torch.no_grad():
             gradient = block.gradient()
             if gradient is not None:
                 self._sent[block.name] = _gradients(block)
-                self._flight.put(block.name, gradient.flatten())
+                self.flight.put(block.name, gradient.flatten())
 
 
 def _gradients(block: Block) -> list[tuple[Tensor | None, int]]:

@@ -95,7 +95,7 @@ class Flight:
         self._left = 0
         self._late: dict[str, Tensor] = {}
         self._own: dict[str, Tensor] = {}
-        self._finished = False
+        self.finished = False
         self.is_void = False
         self._marks = self._ask()
 
@@ -155,7 +155,7 @@ class Flight:
         them. The tensors are the caller's to keep and to change.
         """
         self._require_open()
-        self._finished = True
+        self.finished = True
         self._require_same_names()
         missing = [n for n in self._where if n not in self._where[n].filled]
         self._leave(lambda load: True)
@@ -173,7 +173,8 @@ class Flight:
         return self._own | results
 
     def _require_open(self) -> None:
-        if self._finished:
+        if self.finished:
+            self._comm.require_company(self._plan.name)
             raise ValueError(f"This {self._plan.name} has finished. Begin a new one.")
 
     def _require_same_names(self) -> None:

@@ -2,16 +2,29 @@
 
 Note [Who is gone]
     gloo reports a lost connection but not whose, and NCCL may report nothing but a
-    timeout. Each process counts seconds in the store, in a thread of its own, and says
-    where it is: how many marks it has passed, and whether it waits for others. Whoever
-    meets an error looks whose count stands still, who said that it failed, and who is
-    behind the others, and leaves its verdict in the store for those who meet theirs
-    later, when it may be gone itself.
+    timeout. Each process counts in the store, in a thread of its own, and says where it
+    is: how many marks it has passed, and whether it waits for others. Whoever meets an
+    error looks whose count stands still, who said that it failed, and who is behind the
+    others, and leaves its verdict in the store for those who meet theirs later.
+
+Note [News]
+    A failure and a verdict are news: whoever posts one counts it, and every thread asks
+    for that count at each beat. So each process knows what has happened without a
+    question of its main thread, and still does when the store is gone: rank 0, whose
+    process may have the store, waits for the others to have heard before it ends.
+
+Note [Failed alike]
+    A rank that raises in a step ends the others, as it will not take part in what they
+    wait for. But if all ranks raise the same at the same mark, none is missing in
+    anything, and all may go on. Each says so under a key of what it raised; either all
+    come within `FAREWELL_SECONDS`, or one gives up. The first word on it holds for all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import logging
 import threading
 import time
 from collections.abc import Generator
@@ -19,29 +32,41 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-PULSE_SECONDS = 1.0
+PULSE_SECONDS = 0.5
 PATIENCE_SECONDS = 5.0
+FAREWELL_SECONDS = 2.0
 LONGEST_MESSAGE = 500
+STORE_GONE = (
+    "The store is gone, as rank 0 or the launcher has ended: which rank was lost first "
+    "cannot be said any more."
+)
+START_AGAIN = "Start the processes again."
+_logger = logging.getLogger("natgrad")
 
 
 class Pulse:
-    """A daemon thread that counts in ``store`` until it is stopped."""
+    """A daemon thread that counts in ``store``, and listens, until it is stopped."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._rank, self._world = store, rank, world
         self._marks, self._waits, self._where = 0, 0, "at its start"
-        self._failed = False
+        self._own: set[str] = set()  # failures of this rank
+        self._posted: set[int] = set()
+        self._news, self._heard, self._gone = 0, "", 0
+        self._told, self._since = False, time.monotonic()
+        self._listening = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
 
+    @property
+    def bad_news(self) -> str:
+        """Why the others will not come, as far as this rank has heard; or empty."""
+        return self._heard
+
     def mark(self, where: str) -> None:
         """This rank has come to a place that every rank comes to."""
         self._marks, self._where = self._marks + 1, where
-        if self._failed:  # it went on after all
-            self._failed = False
-            self._store.set(f"failed/{self._rank}", "")
-            self._store.add("failures", -1)
 
     @contextmanager
     def waiting(self, where: str) -> Generator[None]:
@@ -60,17 +85,30 @@ class Pulse:
                 work.wait(timedelta(seconds=PULSE_SECONDS))
                 return
             except RuntimeError:
-                if work.is_completed() or self._failed_rank() is not None:
-                    raise
+                if self._heard:
+                    raise RuntimeError(START_AGAIN) from None
+                if work.is_completed():
+                    work.wait()  # what it failed with, unless it has just come
+                    return
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others why this rank ends."""
-        text = f"{type(error).__name__}: {error}"[:LONGEST_MESSAGE]
+    def fail(self, error: BaseException) -> bool:
+        """Tell the others why this rank ends.
+
+        Returns whether all ranks have failed alike, and may go on together.
+        """
+        text = f"{self._marks} {type(error).__name__}: {error}"[:LONGEST_MESSAGE]
+        if text in self._own:
+            return False  # as was said before
+        self._own.add(text)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"failed/{self._rank}", text)
-            if not self._failed:
-                self._failed = True
-                self._store.add("failures", 1)
+            self._post()
+            self._listen(again=True)
+            # an interrupt is not to be held up
+            if isinstance(error, Exception) and self._all_failed(text):
+                return True
+            self._let_hear()
+        return False
 
     def stop(self) -> None:
         """End the thread. To others this rank then looks gone."""
@@ -78,13 +116,19 @@ class Pulse:
         self._thread.join(timeout=2 * PULSE_SECONDS)
 
     def verdict(self) -> str:
-        """Who is gone, in words that are the same on all ranks."""
-        try:
-            if not self._store.check(["verdict"]):
+        """Who is gone, in words that are the same on all ranks. This rank gives up."""
+        self._told = True
+        with contextlib.suppress(RuntimeError):
+            self._store.add("ended", 1)
+            self._listen()
+            if not self._heard:
                 self._store.compare_set("verdict", "", self._look())
-            return self._store.get("verdict").decode()
-        except RuntimeError:
-            return "The store is gone, and with it rank 0 or the launcher."
+                self._post()
+                self._listen(again=True)
+            self._let_hear()
+        return self._heard or STORE_GONE
+
+    # -- what the thread does ----------------------------------------------------------
 
     def _beat(self) -> None:
         # Without a store there is nobody left to tell.
@@ -93,25 +137,102 @@ class Pulse:
                 where = f"{self._marks} {self._waits} {self._where}"
                 self._store.set(f"where/{self._rank}", where)
                 self._store.add(f"pulse/{self._rank}", 1)
+                self._listen()
                 if self._stopped.wait(PULSE_SECONDS):
                     return
+                self._warn()
+
+    def _listen(self, again: bool = False) -> None:
+        """See Note [News]. One question while all is well."""
+        with self._listening:
+            seen, self._news = self._news, self._store.add("news", 0)
+            if self._news == seen and not again:
+                return
+            # what this rank has failed with since may be what it had heard of another
+            heard = "" if again else self._heard
+            self._heard = heard or self._failure_of_another() or self._said()
+            for number in {*range(seen + 1, self._news + 1)} - self._posted:
+                self._store.add(f"heard/{number}", 1)
+
+    def _warn(self) -> None:
+        """For a rank that waits where it cannot be told, as in DDP's own exchanges."""
+        if not self._heard or self._told:
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since > FAREWELL_SECONDS:
+            self._told = True
+            where = "which is not in an exchange of natgrad"
+            _logger.error("%s (told to rank %d, %s)", self._heard, self._rank, where)
+
+    # -- failures ----------------------------------------------------------------------
+
+    def _post(self) -> None:
+        """Count what was just written as news."""
+        with self._listening:
+            self._posted.add(self._store.add("news", 1))
+
+    def _let_hear(self) -> None:
+        """On rank 0, which may take the store with it: wait until others have heard."""
+        listeners = self._world - 1 - self._gone
+        end = time.monotonic() + FAREWELL_SECONDS
+        while self._rank == 0 and time.monotonic() < end:
+            if self._store.add(f"heard/{self._news}", 0) >= listeners:
+                return
+            time.sleep(PULSE_SECONDS / 10)
+
+    def _all_failed(self, text: str) -> bool:
+        """See Note [Failed alike]."""
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        count = self._store.add(f"alike/{key}", 1)
+        end = time.monotonic() + FAREWELL_SECONDS
+        while count < self._world and time.monotonic() < end:
+            if self._heard or self._store.add("ended", 0):
+                break
+            time.sleep(PULSE_SECONDS / 10)
+            count = self._store.add(f"alike/{key}", 0)
+        word = "yes" if count >= self._world else "no"
+        self._store.compare_set(f"all/{key}", "", word)
+        return self._store.get(f"all/{key}") == b"yes"
+
+    def _failure_of_another(self) -> str:
+        """That at the earliest mark, unless this rank has failed alike."""
+        found: list[tuple[int, int, str]] = []
+        for rank in range(self._world):
+            text = self._value(f"failed/{rank}") if rank != self._rank else ""
+            if text and text not in self._own:
+                marks, message = text.split(" ", 1)
+                found.append((int(marks), rank, message))
+        return "Rank {1} failed: {2}".format(*min(found)) if found else ""
+
+    def _said(self) -> str:
+        """The verdict of whoever was first to look."""
+        gone, _, text = self._value("verdict").partition(" ")
+        self._gone = int(gone or 0)
+        return text
+
+    def _value(self, key: str) -> str:
+        # to get what is not there would be to wait for it
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    # -- who it was --------------------------------------------------------------------
 
     def _look(self) -> str:
+        """How many ranks are gone, and what to say of it."""
         still = {rank: self._count(rank) for rank in range(self._world)}
         end = time.monotonic() + PATIENCE_SECONDS
         while still and time.monotonic() < end:
-            if (rank := self._failed_rank()) is not None:
-                return f"Rank {rank} failed: {self._failure(rank)}"
+            self._listen()
+            if self._heard:
+                return f"0 {self._heard}"
             time.sleep(PULSE_SECONDS / 4)
             still = {r: n for r, n in still.items() if self._count(r) == n}
         if not still:
-            return self._behind()
+            return f"0 {self._behind()}"
         who = f"Rank {min(still)} is" if len(still) == 1 else f"Ranks {[*still]} are"
-        return f"{who} gone: no sign of life for {PATIENCE_SECONDS:g} s."
+        return f"{len(still)} {who} gone: no sign of life for {PATIENCE_SECONDS:g} s."
 
     def _behind(self) -> str:
         """Who has passed the fewest marks, or waits for nobody, of ranks that live."""
-        time.sleep(PULSE_SECONDS)  # everyone has said where it is once more
+        time.sleep(2 * PULSE_SECONDS)  # everyone has said where it is once more
         at: dict[int, tuple[int, int]] = {}
         where: dict[int, str] = {}
         for rank in range(self._world):
@@ -123,16 +244,6 @@ class Pulse:
             return f"All ranks live, but do not do the same things: {places}."
         who = f"rank {last[0]} is" if len(last) == 1 else f"ranks {last} are"
         return f"All ranks live, but {who} stuck: {places}."
-
-    def _failed_rank(self) -> int | None:
-        # asked every second by everyone: one question while all is well
-        if not self._store.add("failures", 0):
-            return None
-        return next((r for r in range(self._world) if self._failure(r)), None)
-
-    def _failure(self, rank: int) -> str:
-        key = f"failed/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _count(self, rank: int) -> int:
         return self._store.add(f"pulse/{rank}", 0)

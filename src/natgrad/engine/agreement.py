@@ -5,17 +5,20 @@ Ranks must agree on what is refreshed, skipped and quarantined, or they would wa
 each other for ever. Everything such a decision needs goes through `Communicator.agree`
 (a small sum over ranks): whether gradients are finite, which blocks have one, each due
 statistic's trace and count, and what owners found when they inverted. The traces also
-give every rank the mean eigenvalues for the pi-split, whoever owns the factors.
-Reading the verdict is the step's one synchronisation.
+give every rank the mean eigenvalues for the pi-split, whoever owns the factors. Digests
+of what must be the same on all ranks come along: Note [Alike on all ranks] in
+`replicas`. Reading the verdict is the step's one synchronisation.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from natgrad.capture.recorder import Captured
 from natgrad.distributed.communicator import Communicator
 from natgrad.layers import Block
 from natgrad.math import foreach
@@ -27,24 +30,32 @@ class Verdict:
 
     Attributes:
         finite: whether every gradient on every rank is.
-        present: names of the blocks that have a gradient on some rank.
+        gradients: on how many ranks each block has a gradient, by name.
         traces, counts: of each due statistic's sum, by name.
         seen: names of the due statistics that some rank has a sum of.
         forwards: micro-batches a rank, of the ranks that captured any.
+        same: for each digest, whether it is the same on all ranks.
         facts: the sums of whatever else the ranks had to tell.
     """
 
     finite: bool
-    present: frozenset[str]
+    gradients: dict[str, int]
     traces: dict[str, float]
     counts: dict[str, float]
     seen: frozenset[str]
     forwards: int
+    same: tuple[bool, ...] = ()
     facts: tuple[float, ...] = ()
+
+    @property
+    def present(self) -> frozenset[str]:
+        """Names of the blocks that have a gradient on some rank."""
+        return frozenset(name for name, ranks in self.gradients.items() if ranks)
 
     def among(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those of blocks that have a gradient on some rank: the others are zeros."""
-        return {name: g for name, g in gradients.items() if name in self.present}
+        present = self.present
+        return {name: g for name, g in gradients.items() if name in present}
 
     def usable(self, name: str) -> bool:
         """Whether a due statistic was seen at all, and is finite."""
@@ -58,37 +69,49 @@ def reach_verdict(
     norm: Tensor,
     blocks: dict[str, bool],
     traces: dict[str, Tensor],
-    counts: Sequence[float],
-    seen: Sequence[bool],
-    forwards: int,
+    captured: Captured,
+    digests: Sequence[int] = (),
     facts: Tensor | None = None,
 ) -> Verdict:
     """Sum what each rank knows; ``norm`` is finite just when all its gradients are.
 
-    ``blocks`` says which have a gradient here; ``counts`` and ``seen`` go with
-    ``traces``; ``forwards`` are the micro-batches that were captured here; ``facts``
-    (float64) are only summed.
+    ``blocks`` says which have a gradient here, ``captured`` what else is known of the
+    statistics that have ``traces``; ``digests`` are compared, ``facts`` (float64) only
+    summed.
     """
-    known = [*blocks.values(), *counts, *seen, forwards, forwards > 0]
+    counts = [captured.count(name) for name in traces]
+    seen = [name in captured.calls for name in traces]
+    forwards = captured.forwards
+    pairs = [number for d in digests for number in (d, d * d)]
+    known = [*pairs, *blocks.values(), *counts, *seen, forwards, forwards > 0]
     host = norm.new_tensor(known, dtype=torch.float64)
     device = torch.stack([norm, *traces.values()]).double()
     parts = (device, host) if facts is None else (device, host, facts)
     total: list[float] = comm.agree(torch.cat(parts)).tolist()
-    told = len(device) + len(host)
-    total, more = total[:told], total[told:]
-    first, second = 1 + len(traces), 1 + len(traces) + len(blocks)
-    third = second + len(traces)
-    *_, forwards_sum, ranks = total
-    present = zip(blocks, total[first:second], strict=True)
+    told = iter(total)
+
+    def next_of(names: Iterable[Any]) -> list[float]:
+        return [next(told) for _ in names]
+
+    (finite,) = next_of("1")
+    sums, pairs, held = next_of(traces), next_of(pairs), next_of(blocks)
+    terms, had, (micro, ranks) = next_of(traces), next_of(traces), next_of("12")
     return Verdict(
-        finite=math.isfinite(total[0]),
-        present=frozenset(name for name, n in present if n > 0),
-        traces=dict(zip(traces, total[1:first], strict=True)),
-        counts=dict(zip(traces, total[second:third], strict=True)),
-        seen=frozenset(n for n, s in zip(traces, total[third:-2], strict=True) if s),
-        forwards=round(forwards_sum / max(ranks, 1.0)),
-        facts=tuple(more),
+        finite=math.isfinite(finite),
+        gradients={name: round(n) for name, n in zip(blocks, held, strict=True)},
+        traces=dict(zip(traces, sums, strict=True)),
+        counts=dict(zip(traces, terms, strict=True)),
+        seen=frozenset(name for name, n in zip(traces, had, strict=True) if n),
+        forwards=round(micro / max(ranks, 1.0)),
+        same=tuple(_are_equal(pairs, comm.world)),
+        facts=tuple(told),
     )
+
+
+def _are_equal(pairs: Sequence[float], world: int) -> Iterator[bool]:
+    """Of sums of whole numbers and of their squares: whether all numbers were equal."""
+    for total, squares in zip(pairs[::2], pairs[1::2], strict=True):
+        yield world * int(squares) == int(total) ** 2
 
 
 def gradient_norm(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from natgrad.capture.captured import Captured
 from natgrad.capture.hooks import require_unwatched
@@ -27,6 +28,7 @@ from natgrad.distributed.overlap import Outbox
 from natgrad.distributed.replicate import make_alike
 from natgrad.engine.agreement import Verdict, gradient_norm, reach_verdict
 from natgrad.engine.planning import Planning
+from natgrad.engine.replicas import Replicas
 from natgrad.engine.step import Directions, Update, Updates
 from natgrad.factors.statistics import Refreshed, Statistics
 from natgrad.layers.registration import (
@@ -47,7 +49,8 @@ class Engine:
     """Blocks, plan, hooks, statistics and communication for one model.
 
     ``groups`` has the parts of the update by the ids of the parameters to train, if
-    they are not all the same. ``agrees_on_overflow``: see Note [Agreed overflow].
+    they are not all the same; ``optimizer`` the parameter groups.
+    ``agrees_on_overflow``: see Note [Agreed overflow].
 
     A step is `run`.
     """
@@ -59,6 +62,7 @@ class Engine:
         *,
         grad_scaler: torch.amp.GradScaler | None,
         groups: Groups | None = None,
+        optimizer: Optimizer | None = None,
         agrees_on_overflow: bool = False,
     ) -> None:
         self.options = options
@@ -75,6 +79,8 @@ class Engine:
         self.block = {b.name: b for b in self.blocks}
         self.parts = {b.name: parts_for(b, options, groups) for b in self.blocks}
         self.like = statistics_like(self.blocks)
+        updates = list(dict.fromkeys(self.parts.values()))
+        self._replicas = Replicas(self.model, options, updates, optimizer)
         self._planning = Planning(
             self.model,
             self.blocks,
@@ -126,10 +132,8 @@ class Engine:
         self.begin()
 
     def _connect(self, plan: Plan) -> Communicator:
-        options = self.options
-        return Communicator(
-            plan, options.comm, options.group, fingerprint=options.fingerprint()
-        )
+        options, same = self.options, self._replicas.fingerprint()
+        return Communicator(plan, options.comm, options.group, fingerprint=same)
 
     def _open_outbox(self) -> Outbox:
         blocks = self.blocks if self.own_gradients else None
@@ -173,6 +177,13 @@ class Engine:
         self.capture.step = self.step
         self._outbox.open(due)
 
+    def _begin_again(self) -> None:
+        """After a step that has failed, on all ranks: what of it was sent is void."""
+        if self.comm.world > 1:
+            self.capture.take()
+            self._outbox.settle()
+        self.begin()
+
     @metered("reduce")
     def reduce_statistics(self) -> tuple[Captured, dict[str, Tensor]]:
         """Packed sums over all ranks of the due statistics that this rank owns."""
@@ -199,17 +210,19 @@ class Engine:
 
     def agree(self, captured: Captured, overflow: Tensor | None = None) -> Verdict:
         """What all ranks know alike. See Note [One decision on all ranks]."""
-        traces, account = self._outbox.sums.traces, self.statistics.account
-        return reach_verdict(
+        held = {b.name: b.has_gradient for b in self.blocks}
+        verdict = reach_verdict(
             self.comm,
             norm=gradient_norm(self.blocks, self._reduced, self.like, overflow),
-            blocks={b.name: b.has_gradient for b in self.blocks},
-            traces=traces,
-            counts=[captured.count(name) for name in traces],
-            seen=[name in captured.calls for name in traces],
-            forwards=captured.forwards,
-            facts=None if account is None else account.facts(self.like),
+            blocks=held,
+            traces=self._outbox.sums.traces,
+            captured=captured,
+            digests=self._replicas.digests(self.step, self.comm),
+            facts=self.statistics.facts(),
         )
+        ddp = not self.own_gradients
+        self._replicas.require(self.step, verdict, held if ddp else None, self.comm)
+        return verdict
 
     @metered("refresh")
     def refresh(
@@ -275,12 +288,10 @@ class Engine:
         if self.comm.world == 1:
             return {}
         names = [b.name for b in self.blocks if b.name in present]
-        flight = self.comm.begin(
-            "share_updates", names, self.like.dtype, self.like.device
-        )
-        for name in names:
-            if name in values:
-                flight.put(name, values[name].flatten())
+        like = self.like
+        flight = self.comm.begin("share_updates", names, like.dtype, like.device)
+        for name in (n for n in names if n in values):
+            flight.put(name, values[name].flatten())
         return {
             name: flat.reshape(shape_of(self.block[name]))
             for name, flat in flight.finish().items()
@@ -333,8 +344,8 @@ class Engine:
 
     def gather(self) -> None:
         """Collective: put all statistics on every rank, until the next step."""
-        states = self.statistics.states
-        eigen = frozenset(n for n, s in states.items() if self.statistics.is_eigen(s))
+        states, is_eigen = self.statistics.states, self.statistics.is_eigen
+        eigen = frozenset(name for name, s in states.items() if is_eigen(s))
         gather([*states.values()], self.plan, self.comm, self.like, eigen=eigen)
         self.moments.gather(self.blocks, self.plan, self.comm, self.like)
         self.gathered = True
@@ -346,8 +357,7 @@ class Engine:
 
     def _replan(self) -> None:
         """Once: give owners new statistics by the seconds that inversions took."""
-        states, seconds = self.statistics.states, self.statistics.seconds
-        assert seconds is not None
+        states, seconds = self.statistics.states, self.statistics.seconds or {}
         mine = self.like.new_tensor([seconds.get(name, 0.0) for name in states])
         total: list[float] = self.comm.agree(mine).tolist()
         if not any(total):
@@ -429,18 +439,16 @@ class Engine:
     def attempt(self) -> Generator[None]:
         """A step. What it raises leaves the next step able to begin."""
         self.require_open()
-        # What is made in a step must not be rounded as a forward's products may be.
+        # not rounded as a forward's products may be
         exact = torch.autocast(self.like.device.type, enabled=False)
         try:
             with self.meter("step"), exact:
                 for block in self.blocks:
                     block.require_bias()
                 yield
-        except CommError:
-            raise
-        except Exception as error:
-            self.comm.fail(error)
-            self.begin()
+        except BaseException as error:
+            if not isinstance(error, CommError) and self.comm.fail(error):
+                self._begin_again()
             raise
 
     def require_open(self) -> None:

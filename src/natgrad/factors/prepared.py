@@ -7,7 +7,7 @@ eigenvectors and eigenvalues ``(Q, v)`` (``"eigen"``); of damped X, but for ``"e
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from natgrad.math.inverse import (
     eigendecompositions,
 )
 from natgrad.math.packing import flatten, unflatten
+from natgrad.math.parts import with_padding, without_padding
 from natgrad.plan.spec import StatisticSpec
 
 Found = Inverse | InverseError
@@ -37,6 +38,7 @@ class Wanted:
         damping: what is added to it; not for ``"eigen"``.
         power: of the form ``"power"``.
         earlier: an eigendecomposition to bring up to date, instead of a new one.
+        parts, padding: see Note [Parts of a large factor].
     """
 
     matrix: Tensor
@@ -44,18 +46,43 @@ class Wanted:
     damping: float = 0.0
     power: float = 1.0
     earlier: Inverse | None = None
+    parts: int = 1
+    padding: int = 0
+
+    def pieces(self) -> "list[Wanted]":
+        """Without padding, which no solver sees: the last part may be smaller."""
+        matrices = without_padding(self.matrix, self.parts, self.padding)
+        earlier: list[Inverse | None] = [None] * len(matrices)
+        if self.earlier is not None:
+            cut = [without_padding(x, self.parts, self.padding) for x in self.earlier]
+            earlier = list(zip(*cut, strict=True))
+        return [
+            replace(self, matrix=x, earlier=old, parts=1, padding=0)
+            for x, old in zip(matrices, earlier, strict=True)
+        ]
 
 
 def prepare(wanted: Sequence[Wanted]) -> list[Found]:
     """Each in its form, or why there is none; all of one form together."""
-    results: dict[int, Found] = {}
     groups: dict[Hashable, list[int]] = {}
     for i, w in enumerate(wanted):
         groups.setdefault((w.form, w.power), []).append(i)
+    results: dict[int, Found] = {}
     for members in groups.values():
-        found = _prepare_alike([wanted[i] for i in members])
-        results |= dict(zip(members, found, strict=True))
+        pieces = {i: wanted[i].pieces() for i in members}
+        found = iter(_prepare_alike([p for each in pieces.values() for p in each]))
+        for i, each in pieces.items():
+            results[i] = _joined([next(found) for _ in each], wanted[i].parts)
     return [results[i] for i in range(len(wanted))]
+
+
+def _joined(found: Sequence[Found], parts: int) -> Found:
+    whole: list[Inverse] = []
+    for each in found:
+        if isinstance(each, InverseError):
+            return each
+        whole.append(each)
+    return tuple(with_padding(x, parts) for x in zip(*whole, strict=True))
 
 
 def _prepare_alike(wanted: Sequence[Wanted]) -> list[Found]:

@@ -146,5 +146,6 @@ def _require_match(
         if (entry["stack"], entry["size"]) != (spec.stack, spec.size):
             raise ValueError(
                 f"Statistic {name!r} was saved with size {entry['size']} (stack "
-                f"{entry['stack']}). Must be {spec.size} (stack {spec.stack})."
+                f"{entry['stack']}). Must be {spec.size} (stack {spec.stack}): the "
+                "model or the option largest_factor= differs."
             )

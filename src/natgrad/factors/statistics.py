@@ -90,6 +90,10 @@ class Statistics:
         """Names of the due statistics that forwards and backwards are to give."""
         return [s.spec.name for s in self.due() if not s.spec.is_local]
 
+    def facts(self) -> Tensor | None:
+        """What a budget's account has to tell the other ranks in this step."""
+        return None if self.account is None else self.account.facts(self.like)
+
     def refresh(
         self,
         sums: dict[str, Tensor],
@@ -200,7 +204,7 @@ class Statistics:
                 continue
             usable.append(s)
             old, new = self._weights(s)
-            scale = self._scale(s, verdict) / (s.spec.stack * s.spec.size)
+            scale = self._scale(s, verdict) / s.spec.eigenvalues
             mean = verdict.traces[s.spec.name] * scale
             s.mean_eigenvalue = old * s.mean_eigenvalue + new * mean
         mine = [s for s in usable if self._owns(s)]
@@ -220,14 +224,18 @@ class Statistics:
         mine = [s for s in due if self._owns(s)]
         found = {
             s.spec.name: own_moment(
-                gradients[s.spec.block], s.spec.side, s.spec.diagonal
+                gradients[s.spec.block],
+                s.spec.side,
+                parts=s.spec.parts,
+                size=s.spec.size,
+                diagonal=s.spec.diagonal,
             )
             for s in mine
         }
         traces = [trace(x) for x in found.values()]
         known: list[float] = torch.stack(traces).tolist() if traces else []
         for s, total in zip(mine, known, strict=True):
-            mean = total / (s.spec.stack * s.spec.size)
+            mean = total / s.spec.eigenvalues
             old, new = self._weights(s)
             s.mean_eigenvalue = old * s.mean_eigenvalue + new * mean
         sums = {name: flatten(x) for name, x in found.items()}
@@ -299,6 +307,8 @@ class Statistics:
             damping=0.0 if form in ("eigen", "moment") else self.factor_damping(s),
             power=rule.power if form == "power" else 1.0,
             earlier=s.inverse if tracked else None,
+            parts=s.spec.parts,
+            padding=s.spec.padding,
         )
 
     def _share_findings(

@@ -10,6 +10,7 @@ from natgrad.layers.kind import LayerKind, LayerOptions, trainable
 from natgrad.layers.matrix import Matrix
 from natgrad.layers.reasons import MHA, why_plain
 from natgrad.layers.table import is_norm, kind_of
+from natgrad.math.parts import diagonal_parts
 from natgrad.math.statistics import widen
 from natgrad.plan.spec import BlockSpec
 from natgrad.rules.fallbacks import Plain
@@ -104,6 +105,13 @@ class Block:
         weight, bias = self.kind.unfold(self._module, stack)
         return [weight] if bias is None else [weight, bias]
 
+    def in_parts(self, kind: str, moment: Tensor) -> Tensor:
+        """A moment as its statistic is kept, also if the layer's kind has it whole."""
+        spec = next(s for s in self.spec.statistics if s.kind == kind)
+        if spec.parts == 1 or len(moment) == spec.stack:
+            return moment
+        return diagonal_parts(moment, spec.parts, spec.size)
+
     def write_gradient(self, stack: Tensor, scale: Tensor | None = None) -> None:
         """Put ``(s, m, n)``, times ``scale``, into the parameters' ``.grad``."""
         for p, x in zip(self.parameters, self.unfold(stack), strict=True):
@@ -141,6 +149,8 @@ def find_blocks(
             _note(reasons, module, reason or FOREIGN)
         elif id(weight) not in found:
             found[id(weight)] = _block(name, module, kind)
+            if not kind.options.bias:
+                _note(reasons, module, "its weight is in another group")
         else:
             _tie(found[id(weight)], name, module, kind)
     blocks = _with_plain(model, found, reasons, known)
@@ -239,8 +249,8 @@ def _with_plain(
     for name, p in model.named_parameters():
         block = block_of.get(id(p))
         if block is None and p.requires_grad:
-            reason = reasons.get(id(p)) or why_plain(model, name)
             options = known.get(id(p), LayerOptions())
+            reason = reasons.get(id(p)) or options.plain or why_plain(model, name)
             alone = options.any_matrix and Matrix.fits(p)
             block = _matrix(name, p, options) if alone else _plain(name, p, reason)
         if block is not None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from natgrad.layers.kind import Kronecker, Layout, Observed
 from natgrad.math.conv.moments import (
     ConvGeometry,
-    conv_input_moment,
-    conv_output_moment,
+    conv_input_parts,
+    conv_output_parts,
     positions,
 )
 from natgrad.math.examples import (
@@ -40,6 +40,7 @@ class Conv(Kronecker):
             cols=weight[0].numel() + bias,
             right="A",
             left="G",
+            unit=math.prod(_setting(module, "kernel_size")),
         )
 
     def vectors(self, module: nn.Module, y: Tensor) -> int:
@@ -52,8 +53,9 @@ class Conv(Kronecker):
             return Observed()
         geometry = geometry_of(module, bias=self.bias(module) is not None)
         x = _batched(x, len(geometry.kernel))
+        size = self.part_size(module, "right")
         return Observed(
-            moments={"A": conv_input_moment(x, geometry)},
+            moments={"A": conv_input_parts(x, geometry, size)},
             positions=positions(x.shape, geometry),
         )
 
@@ -67,7 +69,8 @@ class Conv(Kronecker):
         if "G" not in want:
             return {}
         g = _batched(g, self.weight(module).dim() - 2)
-        return {"G": conv_output_moment(g, _setting(module, "groups"))}
+        size = self.part_size(module, "left")
+        return {"G": conv_output_parts(g, _setting(module, "groups"), size)}
 
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor

@@ -53,7 +53,7 @@ class Embedding(LayerKind):
         rows = g.reshape(-1, g.shape[-1])
         if padding is not None:
             rows = rows * (kept[0].reshape(-1, 1) != padding)
-        return {"G": gram(rows)}
+        return {"G": gram(rows, self.part_size(module, "left"))}
 
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor

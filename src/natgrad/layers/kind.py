@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from natgrad.plan.spec import StatisticSpec
+from natgrad.plan.spec import StatisticSpec, cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class LayerOptions:
     sides: str = "both"
     source: str = "activations"
     corrected: bool = False
+    largest_factor: int | None = None
     plain: str = ""
     group: int = 0
     bias: bool = True
@@ -52,7 +53,10 @@ OWN = {"right": "R", "left": "L"}
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A block's gradient ``(stack, rows, cols)`` and which statistics act on it."""
+    """A block's gradient ``(stack, rows, cols)`` and which statistics act on it.
+
+    ``unit`` columns stay together where a large factor is cut: a channel's kernel.
+    """
 
     stack: int
     rows: int
@@ -60,12 +64,14 @@ class Layout:
     right: str
     left: str = ""
     right_diagonal: bool = False
+    unit: int = 1
 
     def statistics(
-        self, block: str, options: LayerOptions
+        self, block: str, options: LayerOptions | None = None
     ) -> tuple[StatisticSpec, ...]:
         """The specs of the chosen statistics: right, left, and S if ``corrected``."""
-        specs = self._all(block)
+        options = options or LayerOptions()
+        specs = self._all(block, options.largest_factor)
         if not self.left:
             return specs
         specs = tuple(s for s in specs if s.side in SIDES[options.sides])
@@ -87,27 +93,35 @@ class Layout:
         )
         return (*specs, scale)
 
-    def _all(self, block: str) -> tuple[StatisticSpec, ...]:
-        right = StatisticSpec(
-            name=f"{block}/{self.right}",
-            block=block,
-            kind=self.right,
-            side="right",
-            stack=self.stack,
-            size=self.cols,
-            diagonal=self.right_diagonal,
-        )
-        if not self.left:
-            return (right,)
-        left = StatisticSpec(
-            name=f"{block}/{self.left}",
-            block=block,
-            kind=self.left,
-            side="left",
-            stack=self.stack,
-            size=self.rows,
-        )
-        return right, left
+    def part_size(self, side: str, largest: int | None) -> int:
+        """Rows of each part of the factor on one side: all, if it is not cut."""
+        return self._cut(side, largest)[1]
+
+    def _cut(self, side: str, largest: int | None) -> tuple[int, int]:
+        if side == "left":
+            return cut(self.rows, largest)
+        return cut(self.cols, None if self.right_diagonal else largest, self.unit)
+
+    def _all(self, block: str, largest: int | None) -> tuple[StatisticSpec, ...]:
+        sides = [("right", self.right, self.cols)]
+        if self.left:
+            sides.append(("left", self.left, self.rows))
+        specs: list[StatisticSpec] = []
+        for side, kind, rows in sides:
+            parts, size = self._cut(side, largest)
+            spec = StatisticSpec(
+                name=f"{block}/{kind}",
+                block=block,
+                kind=kind,
+                side=side,
+                stack=self.stack * parts,
+                size=size,
+                diagonal=side == "right" and self.right_diagonal,
+                parts=parts,
+                padding=parts * size - rows,
+            )
+            specs.append(spec)
+        return tuple(specs)
 
 
 @dataclass(kw_only=True)
@@ -208,6 +222,14 @@ class LayerKind(ABC):
             f"Layers of kind {self.name!r} cannot have scale='corrected': their kind "
             "has no scale_moment."
         )
+
+    def part_size(self, module: nn.Module, side: str) -> int:
+        """Rows of each part of the factor on one side: all, if it is not cut.
+
+        A kind may return a moment of whole matrices ``(s, n, n)`` or, where that would
+        be too much work, of their parts: see Note [Parts of a large factor].
+        """
+        return self.layout(module).part_size(side, self.options.largest_factor)
 
     @abstractmethod
     def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -38,8 +38,9 @@ class Linear(Kronecker):
             return Observed()
         rows = self._rows(x, mean=True)
         bias = self.bias(module) is not None
+        size = self.part_size(module, "right")
         return Observed(
-            moments={"A": input_moment(rows, bias=bias)}, positions=len(rows)
+            moments={"A": input_moment(rows, bias=bias, size=size)}, positions=len(rows)
         )
 
     def gradient_moments(
@@ -49,7 +50,9 @@ class Linear(Kronecker):
         kept: tuple[Tensor, ...],
         want: Collection[str],
     ) -> dict[str, Tensor]:
-        return {"G": gram(self._rows(g, mean=False))} if "G" in want else {}
+        if "G" not in want:
+            return {}
+        return {"G": gram(self._rows(g, mean=False), self.part_size(module, "left"))}
 
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor

@@ -43,15 +43,15 @@ def register(
             f"The optimizer has no parameter of this {type(model).__name__}. Must be "
             "one that was made of the model's parameters."
         )
-    if not any(b.kind is not None for b in blocks):
+    for block in blocks:
+        block.rule = rule_for(block, parts_for(block, options, groups))
+        block.spec = _with_forms(block.spec, block.rule)
+    if all(isinstance(b.rule, Plain) for b in blocks):
         kinds = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(
             f"{type(model).__name__} has no trainable layer of a known kind among "
             f"{', '.join(kinds)}. natgrad.register_layer(type, kind) adds one."
         )
-    for block in blocks:
-        block.rule = rule_for(block, parts_for(block, options, groups))
-        block.spec = _with_forms(block.spec, block.rule)
     return blocks
 
 
@@ -74,6 +74,7 @@ def _layer_options(options: Options, parts: Parts, group: int) -> LayerOptions:
         sides=rule.sides,
         source=rule.source,
         corrected=rule.corrects,
+        largest_factor=options.largest_factor,
         plain=f"its group follows {rule.name}" if is_fallback(rule) else "",
         group=group,
     )

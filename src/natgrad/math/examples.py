@@ -16,6 +16,7 @@ from torch import Tensor
 from natgrad.math import products
 from natgrad.math.conv.geometry import ConvGeometry, pad
 from natgrad.math.conv.moments import windows
+from natgrad.math.parts import on_right
 from natgrad.math.products import sum_dtype
 from natgrad.math.rules import into_basis
 
@@ -37,8 +38,8 @@ def rank_one_squares(
     """
     parts: list[Tensor] = []
     for x, g in rows:
-        x = x @ right if right.numel() else x
-        g = g @ left if left.numel() else g
+        x = on_right(x, right) if right.numel() else x
+        g = on_right(g, left) if left.numel() else g
         parts.append((g.square().mT @ x.square()).sum(0))
     return torch.stack(parts).sum(0).flatten(1)
 
@@ -78,7 +79,7 @@ def table_squares(indices: Tensor, g: Tensor, vocabulary: int, left: Tensor) -> 
 
     An index that an example reads twice gets the square of the sum.
     """
-    g = g @ left[0] if left.numel() else g
+    g = on_right(g.unsqueeze(1), left).squeeze(1) if left.numel() else g
     example = torch.arange(len(indices), device=g.device).unsqueeze(1)
     keys, inverse = torch.unique(example * vocabulary + indices, return_inverse=True)
     sums = g.new_zeros(len(keys), g.shape[-1])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.math.inverse import Inverse
+from natgrad.math.parts import kronecker_values
 from natgrad.math.rules import corrected_scale, into_basis, out_of_basis
 
 RESCALE_EPS = 1e-9
@@ -22,7 +23,7 @@ def apply_eigen(
     to rounding are left out instead of divided by it, as in a pseudo-inverse.
     """
     (q_right, v_right), (q_left, v_left) = right, left
-    curvature = v_left.unsqueeze(2) * v_right.unsqueeze(1)
+    curvature = kronecker_values(v_right, v_left, gradient)
     rotated = into_basis(gradient, q_right, q_left)
     scaled = corrected_scale(rotated, curvature, damping)
     return out_of_basis(scaled, q_right, q_left)

@@ -3,11 +3,14 @@
 Letters: a block's gradient V is ``(s, m, n)``. A basis is the orthogonal matrix Q of
 eigenvectors of a factor, ``(s, n, n)`` on the right or ``(s, m, m)`` on the left; an
 empty tensor stands for the identity. ``W`` is any root of a damped inverse:
-``W W^T = (X + damping I)^-1``.
+``W W^T = (X + damping I)^-1``. Of a factor that was cut, bases and roots are stacks of
+its parts: see `parts.py`.
 """
 
 import torch
 from torch import Tensor
+
+from natgrad.math.parts import on_left, on_right
 
 # A weight counts as if its rows had at least this norm in the root mean square, so that
 # one that begins at zero moves.
@@ -17,15 +20,15 @@ LEAST_ROW = 0.1
 def into_basis(gradient: Tensor, right: Tensor, left: Tensor) -> Tensor:
     """``Q_left^T V Q_right``."""
     if right.numel():
-        gradient = gradient @ right
-    return left.mT @ gradient if left.numel() else gradient
+        gradient = on_right(gradient, right)
+    return on_left(left.mT, gradient) if left.numel() else gradient
 
 
 def out_of_basis(rotated: Tensor, right: Tensor, left: Tensor) -> Tensor:
     """``Q_left V Q_right^T``: undoes `into_basis`."""
     if right.numel():
-        rotated = rotated @ right.mT
-    return left @ rotated if left.numel() else rotated
+        rotated = on_right(rotated, right.mT)
+    return on_left(left, rotated) if left.numel() else rotated
 
 
 def adaptive_scale(rotated: Tensor, square: Tensor, damping: float) -> Tensor:
@@ -76,18 +79,18 @@ def moved_moment(
     squares elementwise. None: that side stays as it is.
     """
     if right is not None:
-        square = square @ (right[0].mT @ right[1]).square()
+        square = on_right(square, (right[0].mT @ right[1]).square())
     if left is not None:
-        square = (left[1].mT @ left[0]).square() @ square
+        square = on_left((left[1].mT @ left[0]).square(), square)
     return square
 
 
 def between(x: Tensor, right: Tensor | None, left: Tensor | None) -> Tensor:
     """``L V R`` for V ``(s, m, n)``; L, R are stacks, diagonals ``(s, n)``, or None."""
     if right is not None:
-        x = x * right.unsqueeze(1) if right.dim() == 2 else x @ right
+        x = x * right.unsqueeze(1) if right.dim() == 2 else on_right(x, right)
     if left is not None:
-        x = x * left.unsqueeze(2) if left.dim() == 2 else left @ x
+        x = x * left.unsqueeze(2) if left.dim() == 2 else on_left(left, x)
     return x
 
 

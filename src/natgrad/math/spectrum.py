@@ -10,7 +10,7 @@ the smallest from above, what is between them as an estimate.
 import torch
 from torch import Tensor
 
-from natgrad.math.packing import packed_size
+from natgrad.math.packing import packed_size, trace
 
 EXACT = 128
 POINTS = 33
@@ -80,24 +80,25 @@ def quantiles(values: Tensor, weights: Tensor, points: int = POINTS) -> Tensor:
     return torch.where(low > 0, curved, torch.lerp(low, high, share))
 
 
-def summarise(x: Tensor, values: Tensor | None = None) -> Tensor:
+def summarise(*pieces: Tensor) -> Tensor:
     """``(4 + POINTS,)``: largest, smallest, mean, mean square, quantiles.
 
-    ``values`` are the eigenvalues where they are known. Mean and mean square are exact
-    in any case: from the trace and the Frobenius norm.
+    Of one statistic, whose stack may be in pieces of different sizes. Mean and mean
+    square are exact in any case: from the trace and the Frobenius norm.
     """
-    known = x if values is None else values
-    points, weights = eigenvalues(known)
+    counts = [len(x) * x.shape[-1] for x in pieces]
+    found = [eigenvalues(x) for x in pieces]
+    points = torch.cat([values for values, _ in found])
+    weights = [w * (n / sum(counts)) for (_, w), n in zip(found, counts, strict=True)]
+    points, order = points.sort()
     # zero but for rounding is zero: its sign and size would be noise
-    floor = known.shape[-1] * torch.finfo(known.dtype).eps * points[-1]
+    size = max(x.shape[-1] for x in pieces)
+    floor = size * torch.finfo(points.dtype).eps * points[-1]
     points = torch.where(points > floor, points, 0.0)
-    if known.dim() == 2:
-        mean, square = known.mean(), known.square().mean()
-    else:
-        mean = known.diagonal(dim1=-2, dim2=-1).mean()
-        square = known.square().sum(dim=(1, 2)).mean() / known.shape[-1]
+    mean = torch.stack([trace(x) for x in pieces]).sum() / sum(counts)
+    square = torch.stack([x.square().sum() for x in pieces]).sum() / sum(counts)
     ends = torch.stack((points[-1], points[0], mean, square))
-    return torch.cat((ends, quantiles(points, weights)))
+    return torch.cat((ends, quantiles(points, torch.cat(weights)[order])))
 
 
 def effective_rank(mean: float, mean_square: float, size: int) -> float:

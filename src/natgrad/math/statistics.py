@@ -9,6 +9,7 @@ Letters: b rows (examples x positions), n inputs, m outputs, c channels, e examp
 import torch
 from torch import Tensor
 
+from natgrad.math.parts import stacked
 from natgrad.math.products import add_product, completed, sum_dtype
 
 
@@ -17,22 +18,36 @@ def widen(x: Tensor) -> Tensor:
     return x.to(sum_dtype(x))
 
 
-def gram(rows: Tensor) -> Tensor:
-    """Sum of outer products of the rows of ``(b, n)``: ``(1, n, n)``."""
+def gram(rows: Tensor, size: int | None = None) -> Tensor:
+    """Sum of outer products of the rows of ``(b, n)``: ``(1, n, n)``.
+
+    With a ``size`` below n its diagonal blocks of that size alone, as `stacked`.
+    """
     rows = widen(rows)
+    if size is not None and size < rows.shape[1]:
+        return stacked([gram(part) for part in rows.split(size, 1)], size)
     total = rows.new_zeros(1, rows.shape[1], rows.shape[1])
     add_product(total, rows.T.unsqueeze(0))
     return completed(total)
 
 
-def own_moment(gradient: Tensor, side: str, diagonal: bool) -> Tensor:
+def own_moment(
+    gradient: Tensor, side: str, *, parts: int = 1, size: int = 0, diagonal: bool
+) -> Tensor:
     """``G^T G`` (``side="right"``) or ``G G^T`` (``"left"``) of a stack ``(s, m, n)``.
 
-    The factors of the weight's own gradient, as Shampoo has them; or their diagonal.
+    The factors of the weight's own gradient, as Shampoo has them; or their diagonal; or
+    their diagonal blocks, ``parts`` of ``size`` rows.
     """
     gradient = widen(gradient)
     rows = gradient.mT if side == "right" else gradient
-    return rows.square().sum(-1) if diagonal else rows @ rows.mT
+    if diagonal:
+        return rows.square().sum(-1)
+    if parts > 1:
+        missing = parts * size - rows.shape[1]
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+        rows = padded.unflatten(1, (parts, size)).flatten(0, 1)
+    return rows @ rows.mT
 
 
 def append_ones(moment: Tensor, sums: Tensor, count: int) -> Tensor:
@@ -49,13 +64,19 @@ def append_ones(moment: Tensor, sums: Tensor, count: int) -> Tensor:
     return bordered
 
 
-def input_moment(rows: Tensor, *, bias: bool) -> Tensor:
-    """Sum of a a^T over rows ``(b, n)``; with ``bias`` a has a last entry of 1."""
-    rows = widen(rows)
-    moment = gram(rows)
+def input_moment(rows: Tensor, *, bias: bool, size: int | None = None) -> Tensor:
+    """Sum of a a^T over rows ``(b, n)``; with ``bias`` a has a last entry of 1.
+
+    With a ``size`` below that of a, its diagonal blocks alone, as `gram`.
+    """
+    rows, inputs = widen(rows), rows.shape[1]
     if not bias:
-        return moment
-    return append_ones(moment, rows.sum(0).unsqueeze(0), rows.shape[0])
+        return gram(rows, size)
+    if size is not None and size < inputs + 1:
+        *whole, last = range(0, inputs + 1, size)
+        parts = [gram(rows[:, first : first + size]) for first in whole]
+        return stacked([*parts, input_moment(rows[:, last:], bias=True)], size)
+    return append_ones(gram(rows), rows.sum(0).unsqueeze(0), rows.shape[0])
 
 
 def index_counts(indices: Tensor, size: int, dtype: torch.dtype) -> Tensor:

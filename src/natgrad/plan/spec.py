@@ -4,6 +4,13 @@ A block's gradient is a stack ``(s, m, n)``: s independent matrices of m rows
 (outputs) and n columns (inputs, the bias last). A statistic on the right acts on n,
 one on the left on m; it is ``(s, n, n)``, or ``(s, n)`` when diagonal. ``S``, the
 second moment in the eigenbases of both, is diagonal with size m * n.
+
+Note [Parts of a large factor]
+A factor that is too large keeps only its diagonal blocks: n rows are cut into ``parts``
+of ``size`` rows each, in order, and the statistic is the stack ``(s * parts, size,
+size)`` of them. So everything that handles stacks of matrices handles it as it is. The
+last part may be shorter: its last ``padding`` rows and columns stand for nothing. They
+are zero in the statistic and in its inverse, and no eigenvalue is counted for them.
 """
 
 from __future__ import annotations
@@ -38,12 +45,27 @@ def enough_examples(size: int, vectors: int) -> int:
     return max(FEWEST_EXAMPLES, -(-VECTORS_A_ROW * size // vectors))
 
 
+def cut(rows: int, largest: int | None, unit: int = 1) -> tuple[int, int]:
+    """How many parts a factor of so many rows is cut into, and the rows of each.
+
+    They are as few and as equal as parts of at most ``largest`` rows can be. Rows stay
+    together by the ``unit``, also if that is more than ``largest``.
+    """
+    if largest is None or rows <= largest:
+        return 1, rows
+    units = -(-rows // unit)
+    parts = -(-units // max(1, largest // unit))
+    each = -(-units // parts)
+    return -(-units // each), each * unit
+
+
 @dataclass(frozen=True, kw_only=True)
 class StatisticSpec:
     """One statistic, named ``block/kind`` (for example ``layer1.0.conv1/A``).
 
     ``eigen``: whether a factor is kept as an eigendecomposition; None: as the plan's
-    ``inverse`` says for all.
+    ``inverse`` says for all. ``parts`` and ``padding``: see Note [Parts of a large
+    factor].
     """
 
     name: str
@@ -54,9 +76,11 @@ class StatisticSpec:
     size: int
     diagonal: bool = False
     eigen: bool | None = None
+    parts: int = 1
+    padding: int = 0
 
     def __post_init__(self) -> None:
-        _positive(self.name, stack=self.stack, size=self.size)
+        _positive(self.name, stack=self.stack, size=self.size, parts=self.parts)
         if self.kind not in KINDS:
             raise ValueError(f"Invalid kind={self.kind!r}. Must be one of {KINDS}.")
         if self.side not in SIDES:
@@ -71,6 +95,16 @@ class StatisticSpec:
     def is_local(self) -> bool:
         """Whether its owner makes it of the reduced gradient: it never moves."""
         return self.kind in GRADIENTS
+
+    @property
+    def rows(self) -> int:
+        """Rows of each whole matrix, of which the stack holds the parts."""
+        return self.parts * self.size - self.padding
+
+    @property
+    def eigenvalues(self) -> int:
+        """How many the whole stack has; none for padding."""
+        return self.stack // self.parts * self.rows
 
     @property
     def elements(self) -> int:
@@ -98,11 +132,12 @@ class BlockSpec:
         _positive(self.name, stack=self.stack, rows=self.rows, cols=self.cols)
         for spec in self.statistics:
             sizes = {"right": self.cols, "left": self.rows}
-            size = sizes.get(spec.side, self.rows * self.cols)
-            if (spec.block, spec.stack, spec.size) != (self.name, self.stack, size):
+            rows = sizes.get(spec.side, self.rows * self.cols)
+            stack = self.stack * spec.parts
+            if (spec.block, spec.stack, spec.rows) != (self.name, stack, rows):
                 raise ValueError(
                     f"Invalid statistic {spec.name!r} of block {self.name!r}. Must "
-                    f"have block={self.name!r}, stack={self.stack}, size={size}."
+                    f"have block={self.name!r}, stack={stack}, rows={rows}."
                 )
 
     @property

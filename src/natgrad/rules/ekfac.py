@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from natgrad.math.parts import kronecker_values
 from natgrad.math.rules import corrected_scale, into_basis, out_of_basis
 from natgrad.rules.rule import Basis, Form, Matrices, MovedMoments, Rule, Style
 from natgrad.rules.rule import require_choices as require
@@ -50,7 +51,7 @@ class EKFAC(Rule):
         if not x.known or x.right is None or x.left is None:
             return x.direction
         if x.curvature is None:
-            curvature = x.left[1].unsqueeze(2) * x.right[1].unsqueeze(1)
+            curvature = kronecker_values(x.right[1], x.left[1], x.direction)
         else:
             curvature = x.curvature.reshape(x.direction.shape)
         rotated = into_basis(x.direction, *x.bases)

@@ -1,8 +1,10 @@
 """How long a step is: free, clipped by its KL divergence, or tied to the weight."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.precondition import kl_scale
 from natgrad.math.rules import moving_part, trust_ratio
-from natgrad.requiring import require_number
+from natgrad.requiring import require_choice, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,51 @@ class LayerTrust(Length):
         factors = [r.to(u) for r, u in zip(ratios.unbind(), chosen, strict=True)]
         scaled = foreach.multiplied(chosen, factors)
         return updates | dict(zip(names, scaled, strict=True))
+
+
+Adjust = Literal["original", "match_rms_adamw"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonLength(Length):
+    """A length by the shape of the matrix, as Muon has it, whatever the weight's norm.
+
+    Attributes:
+        adjust: as in `torch.optim.Muon`: ``"original"`` multiplies an update
+            ``(m, n)`` by ``sqrt(max(1, m / n))``, ``"match_rms_adamw"`` by
+            ``0.2 sqrt(max(m, n))``, so that AdamW's learning rates fit.
+        normalise: first give the update the norm ``sqrt(min(m, n))`` of an orthogonal
+            matrix, so that any rule has Muon's length.
+    """
+
+    adjust: Adjust = "original"
+    normalise: bool = True
+
+    def __post_init__(self) -> None:
+        require_choice("adjust", self.adjust, get_args(Adjust))
+
+    def scaled(self, updates: dict[str, Tensor], sight: Sight) -> dict[str, Tensor]:
+        """``u sqrt(s min(m, n)) / |u|`` times the factor of the shape."""
+        names = [name for name in updates if sight.blocks[name].is_factored]
+        if not names:
+            return updates
+        chosen = [updates[name] for name in names]
+        factors = [sight.like.new_tensor(self._factor(u)) for u in chosen]
+        if self.normalise:
+            sizes = foreach.norms(chosen)
+            factors = [
+                torch.where(size > 0, (math.sqrt(len(u) * min(u.shape[1:])) * f), 0.0)
+                / torch.where(size > 0, size, 1.0)
+                for u, f, size in zip(chosen, factors, sizes, strict=True)
+            ]
+        scaled = foreach.multiplied(chosen, factors)
+        return updates | dict(zip(names, scaled, strict=True))
+
+    def _factor(self, update: Tensor) -> float:
+        rows, cols = update.shape[1:]
+        if self.adjust == "original":
+            return math.sqrt(max(1.0, rows / cols))
+        return 0.2 * math.sqrt(max(rows, cols))
 
 
 def _rows(block: Block) -> int:

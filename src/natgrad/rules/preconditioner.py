@@ -65,7 +65,7 @@ class Preconditioner:
         if isinstance(block.rule, Plain) or block.spec.elements > TOGETHER_UP_TO:
             return block.name
         sides = [
-            (s.side, s.kind, s.diagonal, self.statistics.states[s.name].inverse is None)
+            (s.kind, s.size, s.diagonal, self.statistics.states[s.name].inverse is None)
             for s in block.spec.statistics
         ]
         # All workers of a block have the same group: rounding may depend on it.

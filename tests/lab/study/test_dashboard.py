@@ -14,7 +14,8 @@ from natgrad_lab.study.points import make_plan
 from natgrad_lab.study.storage import Storage
 
 dashboard = pytest.importorskip(
-    "optuna_dashboard", reason="optuna-dashboard is not installed: natgrad[dashboard]"
+    "optuna_dashboard",
+    reason="optuna-dashboard is not installed: natgrad-lab[dashboard]",
 )
 
 

@@ -190,9 +190,29 @@ def test_the_verdict_says_where_scaling_ends(results: Results) -> None:
     said = "\n".join(verdict(results))
     assert re.search(r"SGD, to loss .*stops scaling after batch 256 \(4x of", said)
     assert re.search(r"K-FAC, to loss .*stops scaling after batch 64; at 256", said)
-    assert "K-FAC scales no better than SGD" in said
+    assert "Relative to itself at batch 64 it scales no better than SGD" in said
     assert "8.8x at 64" in said
     assert "SGD's good region: 50 % at 64, 50 % at 256, 25 % at 1,024" in said
+
+
+def test_the_verdict_leads_with_what_is_reached(results: Results) -> None:
+    """K-FAC needs fewer iterations at 64 and scales worse: both are told, in order."""
+    said = verdict(results)
+    best = [i for i, text in enumerate(said) if "est test accuracy" in text]
+    assert best == [1, 2, 3]
+    assert said[1].startswith("Best test accuracy at the largest batch, 1,024: ")
+    (both,) = [text for text in said if "scales no better" in text]
+    assert both.startswith("K-FAC needs fewer iterations than SGD in 6 of 18")
+
+
+def test_the_best_method_at_the_largest_batch_is_named_first(results: Results) -> None:
+    def worse(each: Trial) -> Trial:
+        lower = tuple(0.5 * x for x in each.curve.accuracies)
+        return replace(each, curve=replace(each.curve, accuracies=lower))
+
+    changed = tuple(worse(x) if x.method == "sgd" else x for x in results.trials)
+    text = verdict(replace(results, trials=changed, single=changed))[1]
+    assert text.index("K-FAC") < text.index("SGD")
 
 
 def test_repeats_become_one_trial() -> None:

@@ -9,6 +9,7 @@ from tests.lab.study.made import one, tiny
 
 from natgrad_lab.errors import UserError
 from natgrad_lab.recipes import find
+from natgrad_lab.schema import build
 from natgrad_lab.study.points import (
     Point,
     budget_epochs,
@@ -21,7 +22,7 @@ from natgrad_lab.study.points import (
     spec_to_plain,
 )
 from natgrad_lab.study.spec import Budget, Grid, Method, Schedule, StudySpec
-from natgrad_lab.study.toml import build, read_study
+from natgrad_lab.study.toml import read_study
 
 STUDIES = Path(__file__).parents[3] / "studies"
 EXAMPLES = 1437
@@ -222,7 +223,7 @@ WRONG = [
     ("[64]", "[]", ["batches=()", "batch sizes"]),
     ("epochs = 2", "kind = 'days'", ["budget.kind", "epochs, adjusted, iterations"]),
     ("high = 1.0", "high = 0.01", ["methods.sgd.lr", "high=0.01", "[low=0.1"]),
-    ("momentum = [0.9]", "", ["methods.sgd.momentum", "a grid"]),
+    ("momentum = [0.9]", "", ["Missing key 'methods.sgd.momentum'"]),
     ("[methods.sgd]", "[methods.adam]", ["method='adam'", "sgd, kfac, spngd, polar"]),
     ("recipe", "receipt", ["'receipt'", "Did you mean 'recipe'"]),
     ('name = "x"', "", ["Missing key 'name'"]),
@@ -240,6 +241,29 @@ def test_what_is_wrong_in_a_file_is_named(
     assert "study.toml" in str(caught.value)
     for part in said:
         assert part in str(caught.value)
+
+
+INCOMPLETE = """
+batchs = [64]
+[methods.sgd]
+lr = { high = 1.0 }
+[methods.kfac]
+recipe = 3
+"""
+LACKING = [
+    *("name", "methods.sgd.lr.low", "methods.sgd.momentum"),
+    *("methods.kfac.lr", "methods.kfac.damping"),
+]
+
+
+def test_everything_that_is_wrong_in_a_file_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, INCOMPLETE)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    missing = {line for line in lines if "Missing" in line}
+    assert missing == {f"Missing key {key!r}." for key in LACKING}
+    assert any("'batchs'" in line for line in lines)
+    assert any("methods.kfac.recipe = 3" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +284,9 @@ def test_settings_of_runs_are_checked_too(settings: Any, said: str) -> None:
     [
         ({"budget": Budget(base_batch=128)}, "base_batch=128"),
         ({"name": "a b"}, "name='a b'"),
+        ({"name": "."}, r"name='\.'"),
+        ({"name": ".."}, r"name='\.\.'"),
+        ({"seed": 10**23}, r"seed=1000.*Must be in \[0, 2147483648\)"),
         ({"repeats": 0}, "repeats=0"),
         ({"batches": (64, 64)}, "all different"),
         ({"methods": {"kfac": Method(lr=one(1.0))}}, r"methods\.kfac\.damping"),

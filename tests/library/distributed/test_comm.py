@@ -367,7 +367,7 @@ def disagree(rank: int, what: str) -> tuple[str, str, float]:
     odd = rank == 1
     strategy = "layer_wise" if odd and what == "plans" else "spngd"
     options = CommOptions(timeout=TIMEOUT, bucket_bytes=7 if what == "options" else 8)
-    text = f"damping={0.1 if odd else 0.2}" if what == "fingerprint" else ""
+    text = {"damping": "0.1" if odd and what == "fingerprint" else "0.2"}
     if what == "options" and not odd:
         options = CommOptions(timeout=TIMEOUT)
     plan = small_plan(world_of(), strategy)

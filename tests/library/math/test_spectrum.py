@@ -49,7 +49,7 @@ def test_a_diagonal_is_its_own_spectrum() -> None:
     values = geometric(9, 2)
     dense = summarise(torch.diag_embed(values))
     assert torch.allclose(summarise(values), dense)
-    assert torch.allclose(summarise(torch.diag_embed(values), values), dense)
+    assert torch.allclose(summarise(torch.diag_embed(values[:1]), values[1:]), dense)
 
 
 @pytest.mark.parametrize("stack", [1, 3])

@@ -386,7 +386,7 @@ def test_illegal_values(keywords: dict[str, object], message: str) -> None:
 def test_illegal_shapes() -> None:
     with pytest.raises(ValueError, match="Invalid cols=0 of 'a'"):
         plain("a", 0)
-    with pytest.raises(ValueError, match="Must have block='a', stack=1, size=3"):
+    with pytest.raises(ValueError, match="Must have block='a', stack=1, rows=3"):
         BlockSpec(
             name="a", stack=1, rows=1, cols=3, statistics=(statistic("a", "A", 1, 2),)
         )

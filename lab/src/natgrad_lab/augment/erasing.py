@@ -44,7 +44,8 @@ class RandomErasing:
         rows = _within(top, tall, height)
         columns = _within(left, wide, width)
         mask = rows[:, None, :, None] & columns[:, None, None, :]
-        return inputs.masked_fill(mask, 0)
+        # masked_fill would not keep a batch in channels_last
+        return inputs.clone().masked_fill_(mask, 0)
 
     def boxes(
         self, uniforms: Tensor, height: int, width: int

@@ -1,4 +1,4 @@
-"""`natgrad data get NAME`: download a data set."""
+"""`natgrad data`: download a data set; write a cache of its images."""
 
 import sys
 import time
@@ -24,9 +24,11 @@ from natgrad_lab.data.sources import SOURCES, get
 from natgrad_lab.errors import UserError
 
 USAGE = f"""usage: natgrad data get NAME [--root DIR]
+       natgrad data cache imagenet --out DIR [--crop resized] [--check] ...
 
-Downloads, checks and unpacks a data set: {", ".join(SOURCES)}.
-digits and text need no download: text of your own is named by --data.folder."""
+get downloads, checks and unpacks a data set: {", ".join(SOURCES)}.
+digits and text need no download: text of your own is named by --data.folder.
+cache resizes ImageNet's images once, for --data.cache DIR."""
 SILENT = 10.0
 """Seconds after which a slow download says again where it is."""
 
@@ -42,12 +44,17 @@ class Get:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse and download."""
+    """Parse, then download or write a cache."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
+    if arguments[0] == "cache":
+        from natgrad_lab.data import cache_command
+
+        return cache_command.main(arguments[1:])
     if arguments[0] != "get":
-        raise UserError(f"Unknown command 'data {arguments[0]}'. Must be 'data get'.")
+        legal = "'data get' or 'data cache'"
+        raise UserError(f"Unknown command 'data {arguments[0]}'. Must be {legal}.")
     asked = tyro.cli(Get, prog="natgrad data get", args=list(arguments[1:]))
     with _progress() as progress:
         folder = get(asked.name, asked.root, progress)

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from natgrad_lab.augment.windows import Window
+
 
 class Split(Protocol):
     """Examples that can be fetched by number, many at a time."""
@@ -51,6 +53,9 @@ class Dataset:
         std: what they are divided by, (C, 1, 1) or ().
         padding: pixels around an image before a random crop of its own size.
         flip: whether a mirrored image is still of its class.
+        window: for images that are decoded when they are asked for: what is seen of
+            one in training.
+        middle: likewise, in a test.
     """
 
     name: str
@@ -63,6 +68,8 @@ class Dataset:
     std: Tensor | None = None
     padding: int = 0
     flip: bool = False
+    window: Window | None = None
+    middle: Window | None = None
 
     @property
     def is_text(self) -> bool:

@@ -2,111 +2,123 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image
+import torch.nn.functional as F
 from torch import Tensor
 
+from natgrad_lab.augment.windows import MiddleCrop, ResizedCrop, StretchedCrop, Window
+from natgrad_lab.data.cache import Cache, Crop, Splits, open_cache
 from natgrad_lab.data.dataset import Dataset
 from natgrad_lab.data.folders import IMAGENET_ADVICE as ADVICE
 from natgrad_lab.data.folders import DataError
+from natgrad_lab.data.images import SEEN, STORED, Files, ImageSplit
 
 FOLDER = "imagenet"
-STORED, SEEN = 256, 224
 SUFFIXES = {".jpeg", ".jpg", ".png"}
+# of torchvision's models, and of everyone who trains with its crop; pixels are 0 to 1
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+Progress = Callable[[int, int], None]
 
 
-class FolderSplit:
-    """Image files, read by background threads when they are asked for.
+class Ranks(Protocol):
+    """The processes that load the same data."""
 
-    Args:
-        paths: the files.
-        labels: class of each, (N,) int64.
-        size: side every image is resized to, ignoring its aspect.
-        threads: how many read at once; None: one a processor.
-    """
-
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        labels: Tensor,
-        *,
-        size: int = STORED,
-        threads: int | None = None,
-    ) -> None:
-        self.paths, self.labels, self.size = list(paths), labels, size
-        self.threads = threads or os.cpu_count() or 1
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self.threads, thread_name_prefix="natgrad-images")
-
-    def fetch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (N, 3, size, size) uint8 and labels (N,)."""
-        images = torch.empty(len(indices), self.size, self.size, 3, dtype=torch.uint8)
-        paths = [self.paths[i] for i in indices.tolist()]
-        reads = self._pool.map(lambda p: read_image(p, self.size), paths)
-        for row, pixels in zip(images.unbind(), reads, strict=True):
-            row.copy_(torch.from_numpy(pixels))
-        return images.permute(0, 3, 1, 2), self.labels[indices]
-
-
-def read_image(path: Path, size: int) -> np.ndarray:
-    """An image resized to size x size ignoring its aspect, (size, size, 3) uint8."""
-    try:
-        with Image.open(path) as image:
-            # lets the JPEG decoder shrink by a power of two on the way: less work
-            image.draft("RGB", (size, size))
-            resized = image.convert("RGB").resize((size, size), _BILINEAR)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error}). {ADVICE}") from error
-    return np.array(resized)
-
-
-_BILINEAR = Image.Resampling.BILINEAR
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place, on all of them."""
+        ...
 
 
 def load(
     root: Path,
     *,
+    crop: Crop = "stretched",
+    size: int = SEEN,
+    cache: Path | None = None,
     threads: int | None = None,
-    mean_images: int = 10_000,
-    progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks | None = None,
+    progress: Progress | None = None,
 ) -> Dataset:
-    """Images resized to 256 x 256, for crops of 224 (SP-NGD, section 6.1).
-
-    The mean image is that of the upper left 224 x 224 pixels. It is estimated once,
-    from evenly spaced training images, and kept beside them if that can be written.
+    """Images for a model that sees 224 x 224 pixels, or another size.
 
     Args:
         root: holds imagenet/train and imagenet/val, one folder a class in each.
-        threads: how many read at once; None: one a processor.
-        mean_images: how many images the mean is estimated from.
+        crop: "stretched": images are stretched to 256 x 256, of which a random window
+            is seen, and their mean image is subtracted (SP-NGD, section 6.1).
+            "resized": a random part of random area and aspect is resized, and
+            torchvision's mean and deviation of each channel are used.
+        size: side of what the model sees; 256 scales with it.
+        cache: a folder that `natgrad data cache` has written; without, originals are
+            read.
+        threads: how many decode at once; None: this process's share of the cores.
+        ranks: share the work of estimating the mean image, which is done once, over
+            the whole training set, and kept beside it.
         progress: told (images read, images to read) while the mean is estimated.
     """
-    folder = root / FOLDER
-    classes = _classes(folder / "train")
-    train = _split(folder / "train", classes, threads)
-    test = _split(folder / "val", classes, threads)
+    stored = size * STORED // SEEN
+    kept = None if cache is None else _kept(cache, crop, threads)
+    if kept is None:
+        splits, classes = originals(root, threads=threads)
+    else:
+        splits, classes = kept.splits, kept.classes
+    mean, std = torch.tensor(MEAN) * 255, torch.tensor(STD) * 255
+    mean, std = mean.view(3, 1, 1), std.view(3, 1, 1)
+    if crop == "stretched":
+        mean = _mean(root, splits, kept, stored, ranks, progress)
+        mean, std = mean[:, :size, :size].contiguous(), torch.tensor(255.0)
     return Dataset(
         name="imagenet",
-        train=train,
-        test=test,
+        train=splits["train"],
+        test=splits["val"],
         classes=classes,
-        shape=(3, SEEN, SEEN),
-        note="ImageNet" if len(classes) == 1000 else f"{len(classes)} image folders",
-        mean=_mean(folder, train, mean_images, progress),
-        std=torch.tensor(255.0),
+        shape=(3, size, size),
+        note=_note(classes, kept),
+        mean=mean,
+        std=std,
         flip=True,
+        window=_window(crop, size, stored),
+        middle=MiddleCrop(size, stored, stretched=crop == "stretched"),
     )
+
+
+def _window(crop: Crop, size: int, stored: int) -> Window:
+    return StretchedCrop(size, stored) if crop == "stretched" else ResizedCrop(size)
+
+
+def _kept(folder: Path, crop: Crop, threads: int | None) -> Cache:
+    cache = open_cache(folder, threads=threads)
+    if cache.form.crop != crop:
+        raise DataError(
+            f"{folder} has images for crop={cache.form.crop!r}, not {crop!r}. Write "
+            f"another with `natgrad data cache imagenet --crop {crop}`."
+        )
+    return cache
+
+
+def _note(classes: tuple[str, ...], kept: Cache | None) -> str:
+    what = "ImageNet" if len(classes) == 1000 else f"{len(classes)} image folders"
+    if kept is None:
+        return what
+    return f"{what} (cached at {kept.form.side} pixels, quality {kept.form.quality})"
+
+
+def originals(
+    root: Path, *, threads: int | None = None
+) -> tuple[Splits, tuple[str, ...]]:
+    """The images as they are on disk, and the names of their classes."""
+    folder = root / FOLDER
+    classes = _classes(folder / "train")
+    names = ("train", "val")
+    return {each: _split(folder / each, classes, threads) for each in names}, classes
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
@@ -118,7 +130,7 @@ def _classes(folder: Path) -> tuple[str, ...]:
     return classes
 
 
-def _split(folder: Path, classes: tuple[str, ...], threads: int | None) -> FolderSplit:
+def _split(folder: Path, classes: tuple[str, ...], threads: int | None) -> ImageSplit:
     found = _classes(folder)
     if extra := set(found) - set(classes):
         raise DataError(f"{folder} has classes unknown to train: {sorted(extra)[:3]}.")
@@ -130,7 +142,7 @@ def _split(folder: Path, classes: tuple[str, ...], threads: int | None) -> Folde
         labels += [label] * len(files)
     if not paths:
         raise DataError(f"The folder {folder} has no images. {ADVICE}")
-    return FolderSplit(paths, torch.tensor(labels), threads=threads)
+    return ImageSplit(Files(paths), torch.tensor(labels), threads=threads)
 
 
 def _images(folder: Path) -> list[Path]:
@@ -141,36 +153,53 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _mean(
-    folder: Path,
-    train: FolderSplit,
-    images: int,
-    progress: Callable[[int, int], None] | None,
+    root: Path,
+    splits: Splits,
+    kept: Cache | None,
+    stored: int,
+    ranks: Ranks | None,
+    progress: Progress | None,
 ) -> Tensor:
-    images = min(images, len(train))
-    path = folder / f"mean-{images}-of-{len(train)}.npy"
-    if path.is_file():
+    """The mean of all training images, stretched, (3, stored, stored)."""
+    if kept is not None and kept.mean is not None:
+        mean = kept.mean
+    else:
+        mean = _kept_mean(root / FOLDER, splits["train"], ranks, progress)
+    if mean.shape[-1] == stored:
+        return mean
+    size = (stored, stored)
+    return F.interpolate(mean[None], size, mode="bilinear", antialias=True)[0]
+
+
+def _kept_mean(
+    folder: Path, train: ImageSplit, ranks: Ranks | None, progress: Progress | None
+) -> Tensor:
+    path = folder / f"mean-{len(train)}.npy"
+    missing = torch.tensor(int(not path.is_file()))
+    # all ranks must take part or none
+    if not (missing if ranks is None else ranks.sum(missing)):
         return torch.from_numpy(np.load(path, allow_pickle=False))
-    mean = mean_image(train, images, progress)
-    # another process may be doing the same: each writes its own, one wins
+    mean = mean_image(train, ranks, progress)
+    # another run may be doing the same: each writes its own, one wins
     own = path.with_name(f"{path.stem}.{os.getpid()}.npy")
-    with contextlib.suppress(OSError):
-        np.save(own, mean.numpy())
-        own.replace(path)
+    if ranks is None or ranks.rank == 0:
+        with contextlib.suppress(OSError):
+            np.save(own, mean.numpy())
+            own.replace(path)
     return mean
 
 
 def mean_image(
-    split: FolderSplit,
-    images: int,
-    progress: Callable[[int, int], None] | None = None,
+    split: ImageSplit, ranks: Ranks | None = None, progress: Progress | None = None
 ) -> Tensor:
-    """Mean upper left 224 x 224 pixels of evenly spaced images, (3, 224, 224)."""
-    chosen = torch.linspace(0, len(split) - 1, images, dtype=torch.float64).long()
-    total = torch.zeros(3, SEEN, SEEN, dtype=torch.float64)
+    """Mean of all images, stretched to (3, 256, 256); each rank reads its share."""
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    mine = torch.arange(rank, len(split), size)
+    total = torch.zeros(3, STORED, STORED, dtype=torch.float64)
     done = 0
-    for part in chosen.split(64):
-        total += split.fetch(part)[0][:, :, :SEEN, :SEEN].double().sum(0)
+    for part in mine.split(64):
+        total += split.fetch(part)[0].double().sum(0)
         done += len(part)
         if progress:
-            progress(done, images)
-    return (total / images).float()
+            progress(done, len(mine))
+    return ((total if ranks is None else ranks.sum(total)) / len(split)).float()

@@ -6,7 +6,7 @@ batch has the same examples, changed in the same way, whatever the number of ran
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from natgrad_lab.augment import Transform
 from natgrad_lab.data.dataset import Split
+from natgrad_lab.data.images import ImageSplit, View
+from natgrad_lab.data.placement import Placement, Sent
 from natgrad_lab.data.prefetch import Prefetcher
 
 Batch = tuple[Tensor, Tensor]
@@ -28,7 +30,9 @@ class Batches:
     Args:
         split: the examples.
         batch_size: of the global batch, over all ranks.
+        view: what is made of the images of an `ImageSplit` as they are decoded.
         transform: applied to the inputs of a batch.
+        placement: where the batch is sent, after that.
         seed: of the order and the augmentation; the same on all ranks.
         rank: this process's number.
         world: number of processes; rank r has the r-th contiguous part of each batch.
@@ -38,7 +42,9 @@ class Batches:
 
     split: Split
     batch_size: int
+    view: View | None = None
     transform: Transform | None = None
+    placement: Placement | None = None
     seed: int = 0
     rank: int = 0
     world: int = 1
@@ -73,19 +79,34 @@ class Batches:
             return torch.arange(examples)
         return torch.randperm(examples, generator=self._generator(epoch, "order"))
 
-    def make(self, order: Tensor, epoch: int, batch: int) -> Batch:
+    def make(self, order: Tensor, epoch: int, batch: int) -> Sent:
         """This rank's part of one global batch."""
         start = batch * self.batch_size
         indices = order[start : start + self.batch_size]
         mine = slice(*_share(len(indices), self.rank, self.world))
-        inputs, labels = self.split.fetch(indices[mine])
+        early, middle, late = self._uniforms(len(indices), mine, epoch, batch)
+        if self.view is None:
+            inputs, labels = self.split.fetch(indices[mine])
+        else:
+            assert isinstance(self.split, ImageSplit)
+            inputs, labels = self.split.view(indices[mine], self.view, early)
         if self.transform is not None:
-            shape = (len(indices), self.transform.randoms)
-            uniforms = torch.rand(shape, generator=self._generator(epoch, batch))
-            inputs = self.transform(inputs, uniforms[mine])
-        return inputs, labels
+            inputs = self.transform(inputs, middle)
+        if self.placement is not None:
+            return self.placement.send(inputs, labels, late)
+        return Sent(inputs, labels)
 
-    def stream(self, epoch: int, batch: int) -> Iterator[Batch]:
+    def _uniforms(
+        self, examples: int, mine: slice, epoch: int, batch: int
+    ) -> Sequence[Tensor]:
+        """This rank's rows for what uses them: view, transform, placement."""
+        users = (self.view, self.transform, self.placement)
+        each = [0 if user is None else user.randoms for user in users]
+        generator = self._generator(epoch, batch)
+        uniforms = torch.rand((examples, sum(each)), generator=generator)
+        return uniforms[mine].split(each, dim=1)
+
+    def stream(self, epoch: int, batch: int) -> Iterator[Sent]:
         """All batches from a position on, epoch after epoch without end."""
         for now in count(epoch):
             order = self.order(now)
@@ -120,7 +141,7 @@ class Loader:
         self.batches, self.prefetch = batches, prefetch
         self.epoch, self.batch = 0, 0
         self._waited = 0.0
-        self._running: Prefetcher[Batch] | None = None
+        self._running: Prefetcher[Sent] | None = None
 
     @classmethod
     def of(cls, split: Split, *, prefetch: int = 2, **settings: Any) -> "Loader":
@@ -140,7 +161,7 @@ class Loader:
             item = next(self._running)
             # before the loop's body runs: a checkpoint made there counts this batch
             self._advance()
-            yield item
+            yield item.take()
 
     def _advance(self) -> None:
         self.batch += 1

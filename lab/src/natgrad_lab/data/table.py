@@ -12,15 +12,20 @@ NAMES = ("digits", "cifar10", "fashion_mnist", "imagenet", "text")
 
 
 def load(
-    name: str = "digits", root: str | Path | None = None, **options: Any
+    name: str = "digits",
+    root: str | Path | None = None,
+    *,
+    ranks: Any = None,
+    **options: Any,
 ) -> Dataset:
     """Read a dataset.
 
     Args:
         name: one of `NAMES`.
         root: the folder of all datasets; see `data_root`.
-        **options: the dataset's own: `folder`, `block` for text, `threads` for
-            imagenet.
+        ranks: the processes that load it together; see `imagenet.load`.
+        **options: the dataset's own: `folder`, `block` for text; `crop`, `size`,
+            `cache`, `threads` for imagenet.
 
     Raises:
         DataError: a file is missing or wrong.
@@ -29,4 +34,6 @@ def load(
         raise DataError(f"Invalid data {name=}. Must be one of {', '.join(NAMES)}.")
     # imported on demand: only digits needs scikit-learn, only imagenet pillow
     read: Callable[..., Dataset] = import_module(f"natgrad_lab.data.{name}").load
+    if name == "imagenet":
+        options["ranks"] = ranks
     return read(data_root(root), **options)

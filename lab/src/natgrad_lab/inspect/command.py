@@ -9,8 +9,8 @@ import tyro
 
 from natgrad_lab.inspect.flags import find_flags
 from natgrad_lab.inspect.page import build
-from natgrad_lab.inspect.records import read_looks
 from natgrad_lab.train import run as runs
+from natgrad_lab.train.records import read_looks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,9 @@ def main(arguments: Sequence[str]) -> int:
     asked = tyro.cli(Inspect, prog="natgrad inspect", args=list(arguments))
     run = runs.load(asked.run)
     records = read_looks(asked.run)
-    page = build(run.name, run.config.optimizer.label, records)
+    optimizer, scale = run.config.optimizer, run.config.curvature.scale
+    bounded = optimizer.name != "polar" and scale in ("kronecker", "corrected")
+    page = build(run.name, optimizer.label, records, bounded=bounded)
     out = asked.out or asked.run / "inspect.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from natgrad_lab.inspect.records import column, layers, mean_seconds
-from natgrad_lab.train.metrics import Record
+from natgrad_lab.train.records import Record
 
 SWAMPED = 1.0
 STILL = 1e-6

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from natgrad_lab.inspect.records import (
     statistics_bytes,
     thin,
 )
-from natgrad_lab.train.metrics import Record
+from natgrad_lab.train.records import Record
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DIGITS = 4
@@ -54,7 +54,7 @@ QUANTITIES = (
     Quantity(
         key="norm_ratio",
         title="Norm of the preconditioned gradient over the gradient's",
-        explain="At most 1 / damping.",
+        explain="At most 1 over the layer's own damping.",
     ),
     Quantity(
         key="change",
@@ -106,15 +106,28 @@ QUANTITIES = (
 )
 
 
-def build(name: str, label: str, records: Sequence[Record]) -> str:
-    """The page of a run: ``label`` names its method."""
-    text = json.dumps(page_data(name, label, records), separators=(",", ":"))
+UNBOUNDED = "The rule sets the length of an update, whatever the gradient's is."
+"""Of ``norm_ratio``, where a rule does more than multiply by a damped inverse."""
+
+
+def build(
+    name: str, label: str, records: Sequence[Record], *, bounded: bool = True
+) -> str:
+    """The page of a run: ``label`` names its method.
+
+    ``bounded`` says whether its rule is a damped inverse, which lengthens no gradient
+    by more than 1 / damping.
+    """
+    data = page_data(name, label, records, bounded=bounded)
+    text = json.dumps(data, separators=(",", ":"))
     # a script element ends at the first closing tag, also inside of a string
     text = text.replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text)
 
 
-def page_data(name: str, label: str, records: Sequence[Record]) -> dict[str, Any]:
+def page_data(
+    name: str, label: str, records: Sequence[Record], *, bounded: bool = True
+) -> dict[str, Any]:
     """All that the page draws."""
     shown, last = thin(records), records[-1]
     names = layers(records)
@@ -128,7 +141,7 @@ def page_data(name: str, label: str, records: Sequence[Record]) -> dict[str, Any
         "flags": [asdict(flag) for flag in find_flags(records)],
         "quantities": [
             asdict(q) | {"rows": [column(shown, each, q.key) for each in names]}
-            for q in QUANTITIES
+            for q in _quantities(bounded)
         ],
         "changes": change_rates(shown),
         "bytes": statistics_bytes(shown),
@@ -136,6 +149,13 @@ def page_data(name: str, label: str, records: Sequence[Record]) -> dict[str, Any
         "seconds": mean_seconds(records),
     }
     return _rounded(data)
+
+
+def _quantities(bounded: bool) -> list[Quantity]:
+    return [
+        q if bounded or q.key != "norm_ratio" else replace(q, explain=UNBOUNDED)
+        for q in QUANTITIES
+    ]
 
 
 def _rounded(tree: Any) -> Any:

@@ -1,35 +1,12 @@
 """The records of a run's diagnostics, as tables over steps."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from natgrad_lab.errors import UserError
-from natgrad_lab.train.metrics import LOOKS, Record
+from natgrad_lab.train.records import Record
 
 COLUMNS = 240
 """More looks than this are thinned out: a page holds no more pixels."""
-
-
-def read_looks(folder: Path) -> list[Record]:
-    """A run's records in the order of steps; what a resume took back is left out."""
-    path = folder / LOOKS
-    if not path.is_file():
-        raise UserError(
-            f"{folder} has no {LOOKS}. Train with --diagnostics STEPS to record it."
-        )
-    records: list[Record] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # cut short by a crash
-            continue
-        records = [old for old in records if old["step"] < record["step"]]
-        records.append(record)
-    if not records:
-        raise UserError(f"{path} has no complete record yet.")
-    return records
 
 
 def thin(records: Sequence[Record], most: int = COLUMNS) -> list[Record]:

@@ -1,15 +1,19 @@
 """`natgrad recipes`: the list, with what their sources report and what we measured."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated
 
 import tyro
-from rich.table import Table
 
+from natgrad_lab.console import width
 from natgrad_lab.errors import UserError
 from natgrad_lab.recipes import RECIPES, Recipe
-from natgrad_lab.report.table import show
+
+HEADS = ("recipe", "method", "batch", "epochs")
+INDENT = "    "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,22 +30,52 @@ def main(arguments: Sequence[str]) -> int:
     found = [each for name, each in RECIPES.items() if asked.contains in name]
     if not found:
         raise UserError(f"No recipe's name contains {asked.contains!r}.")
-    show(recipe_table(found))
+    print("\n".join(listed(found, width())))
     return 0
 
 
-def recipe_table(recipes: Sequence[Recipe]) -> Table:
-    """A row a recipe."""
-    table = Table()
-    table.add_column("recipe", no_wrap=True)
-    for title in ("model", "data", "method", "batch", "epochs"):
-        table.add_column(title, overflow="fold")
-    for title in ("published", "measured", "source"):
-        table.add_column(title, overflow="fold")
-    for each in recipes:
-        config = each.config
-        what = (config.model.name, config.data.name, config.optimizer.label)
-        size = (str(config.batch), f"{config.epochs:g}")
-        results = (each.published, each.measured or "")
-        table.add_row(each.name, *what, *size, *results, each.source)
-    return table
+def listed(recipes: Sequence[Recipe], columns: int) -> Iterator[str]:
+    """Lines: a heading for recipes of one model, data and source, then one of each.
+
+    A result that does not fit into its recipe's line follows on lines of its own.
+    """
+    for number, (heading, group) in enumerate(groupby(recipes, _heading)):
+        members = list(group)
+        rows = [HEADS, *map(_cells, members)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(HEADS))]
+        yield from [""] * bool(number)
+        yield from textwrap.wrap(heading, columns)
+        yield _line(HEADS, widths)
+        for each, cells in zip(members, rows[1:], strict=True):
+            line, said = _line(cells, widths), result(each)
+            if len(line) + 2 + len(said) <= columns:
+                yield f"{line}  {said}".rstrip()
+                continue
+            yield line
+            yield from textwrap.wrap(
+                said, columns, initial_indent=INDENT, subsequent_indent=INDENT
+            )
+
+
+def result(recipe: Recipe) -> str:
+    """What its source reports and what was measured here; may be nothing."""
+    said = [f"published: {recipe.published}"] if recipe.published else []
+    return "; ".join(said + [f"here: {recipe.measured}"] * bool(recipe.measured))
+
+
+def _heading(recipe: Recipe) -> str:
+    config = recipe.config
+    return f"{config.model.name} on {config.data.name} ({recipe.source})"
+
+
+def _cells(recipe: Recipe) -> tuple[str, ...]:
+    config = recipe.config
+    size = (str(config.batch), f"{config.epochs:g}")
+    return (recipe.name, config.optimizer.label, *size)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Names to the left, numbers to the right."""
+    left = [c.ljust(w) for c, w in zip(cells[:2], widths[:2], strict=True)]
+    right = [c.rjust(w) for c, w in zip(cells[2:], widths[2:], strict=True)]
+    return "  ".join([*left, *right])

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import tyro
 
+from natgrad_lab.console import show
 from natgrad_lab.errors import UserError
 from natgrad_lab.report.curves import draw
 from natgrad_lab.report.summary import summarise
-from natgrad_lab.report.table import run_table, show
+from natgrad_lab.report.table import run_table
 
 
 @dataclass(frozen=True, kw_only=True)

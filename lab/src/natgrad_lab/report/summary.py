@@ -6,7 +6,7 @@ from pathlib import Path
 
 from natgrad_lab.errors import UserError
 from natgrad_lab.train import run as runs
-from natgrad_lab.train.metrics import Record, read_metrics
+from natgrad_lab.train.records import Record, read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)

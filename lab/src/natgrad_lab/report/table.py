@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from natgrad_lab.report.summary import Reached, Summary
@@ -54,11 +53,3 @@ def _reached(reached: Reached | None) -> list[str]:
     if reached is None:
         return ["-", "-"]
     return [str(reached.step), f"{reached.seconds:.1f}"]
-
-
-def show(table: Table) -> None:
-    """Print a table; wide when the output is no terminal, so that nothing folds."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(table)

@@ -12,8 +12,8 @@ import tyro
 from rich.table import Table
 
 from natgrad.engine.auto import intervals
+from natgrad_lab.console import show
 from natgrad_lab.errors import UserError
-from natgrad_lab.report.table import show
 from natgrad_lab.simulate.asked import (
     SPLIT,
     Asked,
@@ -25,7 +25,7 @@ from natgrad_lab.simulate.figures import gantt, scaling_figure
 from natgrad_lab.simulate.policy import Policy, every, reduced, replay
 from natgrad_lab.simulate.profile import find_profile
 from natgrad_lab.simulate.roles import Conditions
-from natgrad_lab.simulate.run import SGD, Method, Result, scaling
+from natgrad_lab.simulate.run import PHASES, SGD, Method, Result, scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     if asked.json:
         print(json.dumps({"results": [_row(r, hours) for r in results]}, indent=1))
     else:
-        show(result_table(results, hours))
+        for table in result_tables(results, hours):
+            show(table)
     if asked.figures is not None:
         shown = [r for r in results if r.strategy != "sgd"] or results
         title = f"{asked.model}, {shown[-1].strategy} on {shown[-1].world} ranks"
@@ -179,22 +180,31 @@ def policy_of(asked: SimulateCommand, world: int) -> Policy:
     return reduced(1 / statistics) if adaptive else every(statistics, inverses)
 
 
-def result_table(
+def result_tables(
     results: Sequence[Result], hours: Mapping[str, float] | None = None
-) -> Table:
-    """A row a strategy and world, with the phases of the critical chain."""
-    hours = hours or {}
-    phases = list(dict.fromkeys(p for r in results for p in r.phases))
-    table = Table(title="milliseconds a step, by phase of the critical chain")
-    spent = ("hours",) if hours else ()
-    for title in ("strategy", "ranks", "step", "of SGD", *spent, *phases):
-        table.add_column(title, justify="left" if title == "strategy" else "right")
+) -> list[Table]:
+    """For each strategy a row a world, with the phases of the critical chain."""
     sgd = {r.world: r.seconds for r in results if r.strategy == "sgd"}
+    names = dict.fromkeys(r.strategy for r in results)
+    found = {name: [r for r in results if r.strategy == name] for name in names}
+    return [_table(name, rows, sgd, hours or {}) for name, rows in found.items()]
+
+
+def _table(
+    strategy: str,
+    results: Sequence[Result],
+    sgd: Mapping[int, float],
+    hours: Mapping[str, float],
+) -> Table:
+    phases = [p for p in PHASES if any(r.phases.get(p) for r in results)]
+    spent = ("hours",) if strategy in hours else ()
+    table = Table(title=f"{strategy}: ms a step, by phase of the critical chain")
+    for title in ("ranks", "step", "of SGD", *spent, *phases):
+        table.add_column(title, justify="right")
     for each in results:
         over = f"{each.seconds / sgd[each.world]:.2f}" if each.world in sgd else ""
         cells = [f"{1e3 * each.phases.get(p, 0.0):.2f}" for p in phases]
-        if hours:
+        if spent:
             cells.insert(0, f"{_row(each, hours)['hours']:.2f}")
-        step = f"{1e3 * each.seconds:.1f}"
-        table.add_row(each.strategy, str(each.world), step, over, *cells)
+        table.add_row(str(each.world), f"{1e3 * each.seconds:.1f}", over, *cells)
     return table

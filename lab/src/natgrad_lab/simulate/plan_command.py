@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,8 +22,8 @@ from natgrad.plan import (
 )
 from natgrad.plan.describe import size_text
 from natgrad.plan.split import loads_of, lower_bound
+from natgrad_lab.console import show, width
 from natgrad_lab.errors import UserError
-from natgrad_lab.report.table import show
 from natgrad_lab.simulate.asked import (
     SPLIT,
     STRATEGIES,
@@ -80,13 +81,22 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if choice:
         print(choice.reasons, end="\n\n")
+    print(described(asked, work))
     print(plan.describe(keeps))
     show(memory_table(rows))
     show(traffic_table(plan, *intervals(config.refresh)))
-    print(left_out(work))
+    print(textwrap.fill(left_out(work), width()))
     if asked.split:
         print(split_text(plan))
     return 0
+
+
+def described(asked: PlanCommand, work: Work) -> str:
+    """What the plan is of."""
+    return (
+        f"{work.name}: {work.parameters:,} parameters, method {asked.method}, "
+        f"{asked.batch_per_rank} examples a rank"
+    )
 
 
 def plan_asked(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from natgrad_lab.errors import UserError
-from natgrad_lab.train.metrics import read_metrics
+from natgrad_lab.train.records import read_metrics
 from natgrad_lab.train.refreshes import recorded
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from natgrad_lab.study.points import Point
-from natgrad_lab.train.metrics import Record
+from natgrad_lab.train.records import Record
 
 Ended = Literal["done", "diverged"]
 Metric = Literal["loss", "accuracy"]

@@ -12,6 +12,7 @@ from natgrad_lab.study.curves import Curve, Metric, Trial
 from natgrad_lab.study.draw import NAMES, batch_color, metric_axis, panels
 from natgrad_lab.study.reading import by_batch, final, quantile, score, value_at
 from natgrad_lab.study.results import Results
+from natgrad_lab.study.spec import second_of
 
 STOPS = (0.25, 0.5, 0.75, 1.0)
 """Shares of the common budget at which stopping is simulated."""
@@ -43,7 +44,7 @@ def _heatmaps(
         for axis, batch in zip(row, batches, strict=True):
             image = _heatmap(axis, results.of(method, batch), limits, value) or image
             axis.set_title(f"{NAMES[method]}, batch {batch}", fontsize="small")
-            axis.set_ylabel("momentum" if method == "sgd" else "damping")
+            axis.set_ylabel(second_of(method))
             axis.set_xlabel("learning rate")
     if image is not None:
         figure.colorbar(image, ax=axes, label=label, shrink=0.8)

@@ -25,12 +25,13 @@ from optuna.distributions import (
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from natgrad_lab import locks
 from natgrad_lab.errors import UserError
+from natgrad_lab.schema import build
 from natgrad_lab.study.curves import Curve, thinned, to_plain
 from natgrad_lab.study.points import Planned, Point, spec_to_plain
-from natgrad_lab.study.spec import StudySpec
-from natgrad_lab.study.storage import Storage, try_flock
-from natgrad_lab.study.toml import build
+from natgrad_lab.study.spec import StudySpec, second_of
+from natgrad_lab.study.storage import Storage
 
 SHOWN = 20
 """Points of a finished curve that Optuna's own tools are shown."""
@@ -215,10 +216,12 @@ class Ledger:
         self, row: FrozenTrial, planned: Planned, folder: Path, here: str
     ) -> Claim | None:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+        handle = os.open(folder / locks.NAME, os.O_CREAT | os.O_RDWR, 0o644)
         claim = None
         try:
-            if try_flock(handle):  # else its worker lives, whatever its heartbeat says
+            # else its worker lives, whatever its heartbeat says
+            if locks.try_flock(handle):
+                locks.sign(handle)
                 claim = self._mark(row._trial_id, planned, folder, here, handle)
         finally:
             if claim is None:  # the storage may have failed: our own lock must not stay
@@ -295,11 +298,10 @@ def _waiting(planned: Planned) -> FrozenTrial:
 
 def parameters(point: Point) -> dict[str, Any]:
     """A point's numbers under the names that Optuna and its dashboard show."""
-    second = "momentum" if point.method == "sgd" else "damping"
     return {
         "batch": point.batch,
         "lr": point.lr,
-        second: point.other,
+        second_of(point.method): point.other,
         "seed": point.seed,
     }
 

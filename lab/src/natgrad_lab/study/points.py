@@ -17,8 +17,8 @@ from typing import Any, Literal
 from natgrad_lab import data
 from natgrad_lab.errors import UserError
 from natgrad_lab.recipes import find
-from natgrad_lab.study.spec import Method, StudySpec
-from natgrad_lab.study.toml import override
+from natgrad_lab.schema import override
+from natgrad_lab.study.spec import Method, StudySpec, second_of
 from natgrad_lab.train.config import (
     CurvatureConfig,
     OptimizerConfig,
@@ -58,7 +58,7 @@ class Point:
     @property
     def label(self) -> str:
         """For messages: kfac m=512 lr=0.1 damping=0.01 seed=0."""
-        second = "momentum" if self.method == "sgd" else "damping"
+        second = second_of(self.method)
         parts = [self.method, f"m={self.batch}", f"lr={self.lr:g}"]
         parts += [f"{second}={self.other:g}", self.style, self.schedule]
         return " ".join([*filter(None, parts), f"seed={self.seed}"])

@@ -6,9 +6,9 @@ Training" (2019), section III. Epochs and batches are those of a run (`TrainConf
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from natgrad_lab.train.config import require
+from natgrad_lab.train.config import SEEDS, SEEDS_LEGAL, require
 
 MethodName = Literal["sgd", "kfac", "spngd", "polar"]
 BudgetKind = Literal["epochs", "adjusted", "iterations"]
@@ -33,6 +33,7 @@ class Grid:
     list is taken as it is.
     """
 
+    LIST: ClassVar[str] = "values"
     low: float | None = None
     """The least value."""
     high: float | None = None
@@ -43,6 +44,12 @@ class Grid:
     """How they are spread."""
     values: tuple[float, ...] = ()
     """The values themselves, instead of low, high and points."""
+
+    @staticmethod
+    def lacks(table: dict[str, Any]) -> list[str]:
+        """Keys that a table of a file needs and does not have."""
+        ends = () if "values" in table else ("low", "high")
+        return [name for name in ends if name not in table]
 
     def __post_init__(self) -> None:
         if self.values:
@@ -76,6 +83,11 @@ def _spread(first: float, last: float, points: int) -> list[float]:
     ratio = last / first
     shares = [i / max(1, points - 1) for i in range(points)]
     return [_plain(first * ratio**share) for share in shares]
+
+
+def second_of(method: str) -> str:
+    """The hyperparameter that is tuned beside the learning rate."""
+    return "momentum" if method == "sgd" else "damping"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +227,26 @@ class StudySpec:
     schedule: Schedule = field(default_factory=Schedule)
     methods: dict[str, Method] = field(default_factory=lambda: dict(PAPER_METHODS))
 
+    @staticmethod
+    def lacks(table: dict[str, Any]) -> list[str]:
+        """Keys that a table of a file needs and does not have."""
+        methods = table.get("methods")
+        given = methods if isinstance(methods, dict) else {}
+        return [
+            f"methods.{name}.{second_of(name)}"
+            for name, keys in given.items()
+            if name in METHODS
+            and isinstance(keys, dict)
+            and second_of(name) not in keys
+        ]
+
     def __post_init__(self) -> None:
         ok = bool(self.name) and all(c.isalnum() or c in "-_." for c in self.name)
         require(ok, "name", self.name, "letters, digits, '-', '_' and '.'")
+        legal = "the name of a folder: '.' and '..' are others"
+        require(self.name not in (".", ".."), "name", self.name, legal)
+        last = self.seed + self.repeats - 1
+        require(self.seed >= 0 and last < SEEDS, "seed", self.seed, SEEDS_LEGAL)
         ok = bool(self.batches) and min(self.batches) >= 1
         require(ok, "batches", self.batches, "batch sizes >= 1")
         ok = len(set(self.batches)) == len(self.batches)

@@ -8,7 +8,6 @@ Note [One claim at a time]
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import time
@@ -25,6 +24,7 @@ from sqlalchemy import event, exc
 from sqlalchemy.engine import URL, make_url
 
 from natgrad_lab.errors import UserError
+from natgrad_lab.locks import try_flock
 
 T = TypeVar("T")
 LEGAL = "sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
@@ -216,15 +216,6 @@ def _opening(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise StorageError(f"{path} cannot be made: {error.strerror}.") from error
-
-
-def try_flock(handle: int) -> bool:
-    """Take the lock of an open file if nobody has it."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _wait(take: Callable[[], bool], what: str, seconds: float = LOCK_SECONDS) -> None:

@@ -1,12 +1,10 @@
 """One trial: trained in its own folder, from its checkpoint when it has one."""
 
-import contextlib
-import errno
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +13,11 @@ from natgrad_lab.errors import UserError
 from natgrad_lab.study.curves import Curve, from_records
 from natgrad_lab.study.points import Planned
 from natgrad_lab.train import run as runs
+from natgrad_lab.train.files import full_disk_said, no_space
 from natgrad_lab.train.loop import Ending, Trainer
-from natgrad_lab.train.metrics import Record, read_metrics
 from natgrad_lab.train.processes import processes
 from natgrad_lab.train.progress import Bar
+from natgrad_lab.train.records import Record, read_metrics
 from natgrad_lab.train.signals import StopRequest
 
 CHECKPOINT = re.compile(r"step-(\d{8})(?:\.\d+)?")
@@ -76,7 +75,7 @@ def _check(
 ) -> None:
     """A full disk does not stop training, but it may have taken records away."""
     if not records or records[-1]["kind"] != "end":
-        raise _no_space(folder)
+        raise no_space(folder)
     every = planned.config.log_every
     seen = {each["step"] for each in records if each["kind"] == "train"}
     if seen.issuperset(range(every, ending.step + 1, every)):
@@ -85,24 +84,6 @@ def _check(
     raise UserError(
         f"The records of {planned.point.label} have a hole: a worker was killed while "
         "its disk was full. Run the same command again; this trial starts anew."
-    )
-
-
-@contextlib.contextmanager
-def full_disk_said(folder: Path) -> Generator[None]:
-    """A full disk of that folder as an error for people."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _no_space(folder) from error
-        raise
-
-
-def _no_space(folder: Path) -> UserError:
-    return UserError(
-        f"No space left on the disk of {folder}. Nothing is lost: make room and run "
-        "the same command again."
     )
 
 

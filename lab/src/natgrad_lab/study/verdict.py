@@ -1,6 +1,7 @@
 """A study's answer in plain words, from its tables alone."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from natgrad_lab.study.curves import Metric
@@ -22,14 +23,17 @@ from natgrad_lab.study.tables import (
 
 
 def verdict(results: Results) -> list[str]:
-    """Sentences: how each method scales, how wide its good region is, what it costs."""
-    said = [_scope(results)]
+    """Sentences: what each method reaches and in how many iterations, how it scales,
+    how wide its good region is, what it costs.
+
+    What is reached comes first: a speedup is relative to the method itself, and one
+    that is good at the smallest batch has less to gain.
+    """
+    said = [_scope(results), *_best(results), *_comparison(results)]
     for metric in METRICS:
         said += _scaling(results, metric)
-    said += _comparison(results)
     said += _robustness(results)
     said += _cost(results)
-    said += _best(results)
     return said
 
 
@@ -41,8 +45,8 @@ def _scope(results: Results) -> str:
     what = f"{done} trials of {spec.recipe} on {results.data}"
     return (
         f"{what} have ended{rest}; {diverged} of them diverged and count as failures. "
-        f"Batch sizes: {sizes}. Speedups are in iterations, against batch "
-        f"{results.base:,}."
+        f"Batch sizes: {sizes}. Speedups are in iterations, against the same method at "
+        f"batch {results.base:,}."
     )
 
 
@@ -80,35 +84,62 @@ def _gain(found: dict[int, float], batch: int, base: int) -> str:
 
 
 def _comparison(results: Results) -> list[str]:
-    """Ma et al.'s first question, between SGD and each other method."""
+    """Each method against SGD: who needs fewer iterations, and who scales better.
+
+    The second is Ma et al.'s first question.
+    """
     if "sgd" not in results.methods:
         return []
-    said = []
-    for method in results.methods:
-        if method == "sgd":
-            continue
-        wins = losses = 0
-        for criterion in [t for m in METRICS for t in results.targets(m)]:
-            mine = speedups(costs_to(results.of(method), criterion), results.base)
-            sgd = speedups(costs_to(results.of("sgd"), criterion), results.base)
-            for batch in (set(mine) & set(sgd)) - {results.base}:
-                wins += mine[batch] > sgd[batch]
-                losses += mine[batch] < sgd[batch]
-        said.append(_who_scales(NAMES[method], wins, losses))
-    return said
+    targets = [target for metric in METRICS for target in results.targets(metric)]
+    costs = {
+        method: [costs_to(results.of(method), target) for target in targets]
+        for method in results.methods
+    }
+    return [
+        _against_sgd(NAMES[method], costs[method], costs["sgd"], results.base)
+        for method in results.methods
+        if method != "sgd"
+    ]
 
 
-def _who_scales(name: str, wins: int, losses: int) -> str:
-    total = wins + losses
+Costs = Sequence[Mapping[int, float]]
+
+
+def _against_sgd(name: str, mine: Costs, sgd: Costs, base: int) -> str:
+    """``mine`` and ``sgd`` have iterations by batch, for each target."""
+    pairs = list(zip(mine, sgd, strict=True))
+    fewer = [
+        ours.get(batch, math.inf) < theirs.get(batch, math.inf)
+        for ours, theirs in pairs
+        for batch in ours.keys() | theirs.keys()
+        if ours.get(batch) != theirs.get(batch)
+    ]
+    if not fewer:
+        return f"{name} and SGD cannot be compared: neither reaches a target."
+    larger: list[bool] = []
+    for ours, theirs in pairs:
+        gained, rival = speedups(ours, base), speedups(theirs, base)
+        common = (gained.keys() & rival.keys()) - {base}
+        larger += [gained[m] > rival[m] for m in common if gained[m] != rival[m]]
+    return (
+        f"{name} needs fewer iterations than SGD in {sum(fewer)} of {len(fewer)} "
+        f"comparisons (a target at a batch size). {_who_scales(larger, base)}"
+    )
+
+
+def _who_scales(larger: Sequence[bool], base: int) -> str:
+    wins, total = sum(larger), len(larger)
     if not total:
-        return f"{name} and SGD cannot be compared: no target has both speedups."
+        return "No target has speedups of both."
+    how = "about as SGD does"  # less than two thirds either way is no difference
     if 3 * wins >= 2 * total:
-        how = f"{name} scales better than SGD"
+        how = "better than SGD"
     elif 3 * wins <= total:
-        how = f"{name} scales no better than SGD"
-    else:  # less than two thirds either way is no difference
-        how = f"{name} and SGD scale about alike"
-    return f"{how}: its speedup is the larger one in {wins} of {total} comparisons."
+        how = "no better than SGD"
+    return (
+        f"Relative to itself at batch {base:,} it scales {how}: its speedup is the "
+        f"larger one in {wins} of {total}."
+    )
 
 
 def _robustness(results: Results) -> list[str]:
@@ -152,8 +183,15 @@ def _cost(results: Results) -> list[str]:
 
 
 def _best(results: Results) -> list[str]:
+    """Best accuracies: of all methods at the largest batch, then of each at all."""
     rows = [row for row in best_table(results) if row["by"] == "accuracy"]
-    said = []
+    largest = max(results.batches)
+    there = [row for row in rows if row["batch"] == largest]
+    there.sort(key=lambda row: row["accuracy"], reverse=True)
+    order = [f"{NAMES[row['method']]} {row['accuracy']:.2f} %" for row in there]
+    said = [
+        f"Best test accuracy at the largest batch, {largest:,}: {', '.join(order)}."
+    ]
     for method in results.methods:
         own = [row for row in rows if row["method"] == method]
         parts = [f"{row['accuracy']:.2f} % at {row['batch']:,}" for row in own]

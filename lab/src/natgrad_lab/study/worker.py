@@ -17,9 +17,10 @@ from natgrad_lab.study.ledger import Claim, Ledger
 from natgrad_lab.study.points import Planned, make_plan
 from natgrad_lab.study.spec import StudySpec
 from natgrad_lab.study.storage import HEARTBEAT_SECONDS, StorageError
-from natgrad_lab.study.trial import forget, full_disk_said, train
+from natgrad_lab.study.trial import forget, train
+from natgrad_lab.train.files import full_disk_said
 from natgrad_lab.train.loop import Trainer
-from natgrad_lab.train.metrics import read_metrics
+from natgrad_lab.train.records import read_metrics
 
 PATIENCE_SECONDS = 300.0
 """How long a worker tries to reach the storage again before it gives up."""

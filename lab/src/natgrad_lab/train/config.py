@@ -12,6 +12,12 @@ OptimizerName = Literal["sgd", "adamw", "spngd", "polar", "muon", "soap", "shamp
 TRUSTED = ("sgd", "adamw", "muon", "soap")
 ScheduleKind = Literal["constant", "steps", "polynomial", "cosine"]
 RefreshKind = Literal["every", "adaptive", "staircase", "late", "budget"]
+SEEDS = 2**31
+SEEDS_LEGAL = f"in [0, {SEEDS})"
+"""Torch's generators, numpy's and a study's storage all take these."""
+Crop = Literal["stretched", "resized"]
+IMAGES = ("crop", "size", "cache", "workers")
+"""Settings of images that are decoded when they are asked for."""
 LATER = {"later": True}
 """Metadata of a setting that came later. `run.plain` leaves it out while it has its
 default, so that a study's hashes of older configurations stay what they were."""
@@ -50,6 +56,19 @@ class DataConfig:
     folder: Path | None = field(default=None, metadata=LATER)
     """text: folder of text files (.txt, .md, .py, .rst, at any depth). None: the folder
     text in the root, or without one the sources of Python's standard library."""
+    crop: Crop = field(default="stretched", metadata=LATER)
+    """imagenet: what training sees of an image. stretched: a window of the image
+    stretched to 256 x 256 (Osawa et al. 2020, 6.1). resized: a part of random area and
+    aspect, resized (torchvision's RandomResizedCrop)."""
+    size: int = field(default=224, metadata=LATER)
+    """imagenet: side of the images that the model sees; 256 scales with it."""
+    cache: Path | None = field(default=None, metadata=LATER)
+    """imagenet: folder that `natgrad data cache` has written. None: the originals."""
+    workers: int | None = field(default=None, metadata=LATER)
+    """imagenet: threads a process that decode. None: its share of the cores."""
+    on_device: bool | None = field(default=None, metadata=LATER)
+    """Normalise, erase and mix on the device, where batches are sent ahead as pixels.
+    False: on the host. None: on the device if that is a GPU."""
     augment: bool = True
     """Random crops and flips, where the data set has them."""
     mixup: float = 0.0
@@ -66,6 +85,13 @@ class DataConfig:
         require(not (text and self.mixup), "data.mixup", self.mixup, "0 for text")
         legal = "none unless data.name is text"
         require(text or self.folder is None, "data.folder", self.folder, legal)
+        for name in IMAGES:
+            value = getattr(self, name)
+            ok = self.name == "imagenet" or value == getattr(type(self), name)
+            require(ok, f"data.{name}", value, "unset unless data.name is imagenet")
+        require(self.size >= 8, "data.size", self.size, ">= 8")
+        workers = self.workers
+        require(workers is None or workers >= 1, "data.workers", workers, ">= 1")
         require(0 <= self.erasing <= 1, "data.erasing", self.erasing, "in [0, 1]")
         smoothing = self.label_smoothing
         require(0 <= smoothing < 1, "data.label_smoothing", smoothing, "in [0, 1)")
@@ -73,6 +99,10 @@ class DataConfig:
     @property
     def options(self) -> dict[str, Any]:
         """What `natgrad_lab.data.load` is given beside name and root."""
+        if self.name == "imagenet":
+            images = {name: getattr(self, name) for name in IMAGES}
+            threads = images.pop("workers")
+            return {**images, "threads": threads}
         return {} if self.folder is None else {"folder": self.folder}
 
 
@@ -343,6 +373,7 @@ class TrainConfig:
         require(self.batch >= 1, "batch", self.batch, ">= 1")
         micro = self.micro_batch
         require(micro is None or micro >= 1, "micro_batch", micro, ">= 1 or none")
+        require(0 <= self.seed < SEEDS, "seed", self.seed, SEEDS_LEGAL)
         for target in self.targets:
             require(0 < target <= 100, "targets", target, "percentages in (0, 100]")
         require(self.evaluate_every > 0, "evaluate_every", self.evaluate_every, "> 0")

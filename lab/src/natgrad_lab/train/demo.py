@@ -10,14 +10,15 @@ from pathlib import Path
 
 import tyro
 
+from natgrad_lab.console import show
 from natgrad_lab.errors import UserError
 from natgrad_lab.recipes import find
 from natgrad_lab.report.curves import draw
 from natgrad_lab.report.summary import Summary, summarise
-from natgrad_lab.report.table import run_table, show
+from natgrad_lab.report.table import run_table
 from natgrad_lab.train import run as runs
-from natgrad_lab.train.loop import Trainer
 from natgrad_lab.train.processes import World
+from natgrad_lab.train.session import new_run
 
 RECIPES = ("digits-sgd", "digits-kfac", "digits-polar", "digits-spngd")
 SHARED = "digits-spngd"
@@ -60,11 +61,11 @@ def _here(name: str, folder: Path, epochs: float | None) -> Path:
     config = find(name).config
     if epochs is not None:
         config = dataclasses.replace(config, epochs=epochs)
-    run = runs.create(folder / name, name, config)
-    ending = Trainer(run, World(), title=f"{name:<22}").train()
-    if ending.reason == "interrupted":
-        raise KeyboardInterrupt
-    return run.folder
+    made = new_run(folder / name, name, config, World(), title=f"{name:<22}")
+    with made as (run, ending):
+        if ending.reason == "interrupted":
+            raise KeyboardInterrupt
+        return run.folder
 
 
 def _two_processes(name: str, folder: Path, epochs: float | None) -> Path:

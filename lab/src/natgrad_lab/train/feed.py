@@ -48,6 +48,9 @@ class Feed:
         self._classes = len(dataset.classes)
         self._settings, self._device = config.data, world.device
         self._world, self._channels_last = world, channels_last
+        there = config.data.on_device
+        if there is None:
+            there = world.device.type != "cpu"
         small = math.prod(dataset.shape) <= SMALL
         self._train, self._test = data.loaders(
             dataset,
@@ -56,6 +59,7 @@ class Feed:
             augment=config.data.augment,
             erasing=config.data.erasing,
             channels_last=channels_last,
+            device=world.device if there else None,
             seed=config.seed,
             rank=world.rank,
             world=world.size,
@@ -72,7 +76,7 @@ class Feed:
         """Inputs, and class numbers or (with mixup) probabilities."""
         inputs, labels = next(self._stream)
         if self._mixup is not None:
-            # on the host: the virtual batch of many forwards may not fit a device
+            # where the batch is: that of many forwards may not fit on a device
             smoothing = self._settings.label_smoothing
             targets = soft_targets(labels, self._classes, smoothing)
             inputs, labels = self._mixup(inputs, targets)

@@ -61,7 +61,7 @@ class Trainer:
             torch.set_num_threads(self.config.threads)
         self.micro, self.forwards = self.config.accumulation(world.size)
         asked = self.config.data
-        dataset = data.load(asked.name, asked.root, **asked.options)
+        dataset = data.load(asked.name, asked.root, ranks=world, **asked.options)
         self._data_note = dataset.note
         torch.manual_seed(self.config.seed)
         self.model, layout = self._build_model(dataset)

@@ -1,6 +1,5 @@
 """Append-only records of a run, and the clock that fills them."""
 
-import json
 import time
 import warnings
 from collections import defaultdict
@@ -9,11 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from natgrad.diagnostics.sinks import JsonlSink, TensorBoardSink
-
-Record = dict[str, Any]
-LOOKS = "diagnostics.jsonl"
-"""The records of `watch` in a run's folder."""
+from natgrad import sinks
+from natgrad_lab.train.records import LOOKS, METRICS, Record
 
 
 class MetricsWriter:
@@ -23,10 +19,10 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool = False) -> None:
-        self._records = JsonlSink(folder / "metrics.jsonl")
+        self._records = sinks.JsonlSink(folder / METRICS)
         self._events = _Events(folder / "tensorboard") if tensorboard else None
         self._folder = folder
-        self._looks: JsonlSink | None = None
+        self._looks: sinks.JsonlSink | None = None
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append a record at once, so that a crash loses at most one line."""
@@ -38,10 +34,10 @@ class MetricsWriter:
     def look(self, record: Record) -> None:
         """Append a record of `watch` to a file of its own, and to TensorBoard."""
         if self._looks is None:
-            self._looks = JsonlSink(self._folder / LOOKS)
+            self._looks = sinks.JsonlSink(self._folder / LOOKS)
         self._looks(record)
         if self._events is not None:
-            TensorBoardSink(self._events)(record)
+            sinks.TensorBoardSink(self._events)(record)
 
     def close(self) -> None:
         """Close the files."""
@@ -97,23 +93,6 @@ class _Events:
             self._warned = True
             text = f"TensorBoard events cannot be written ({error.strerror}): some "
             warnings.warn(text + "will be missing.", stacklevel=4)
-
-
-def read_metrics(path: Path) -> list[Record]:
-    """The records that count: those a resume took back are left out.
-
-    A last line cut short by a crash is ignored.
-    """
-    records: list[Record] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if record["kind"] == "resume":
-            records = [old for old in records if old["step"] <= record["step"]]
-        records.append(record)
-    return records
 
 
 class Clock:

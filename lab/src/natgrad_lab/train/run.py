@@ -7,19 +7,19 @@ import dataclasses
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
-import types
-import typing
+import warnings
+from collections.abc import Collection
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, NotRequired, TypedDict
 
 from natgrad_lab.errors import UserError
+from natgrad_lab.schema import SchemaError, build
 from natgrad_lab.train.config import TrainConfig
 from natgrad_lab.train.files import write_whole
 
@@ -43,6 +43,21 @@ class Run:
     def metrics(self) -> Path:
         """The records, one JSON object a line."""
         return self.folder / "metrics.jsonl"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What config.json holds."""
+
+    recipe: str
+    config: TrainConfig
+
+
+class _Versions(TypedDict):
+    """What is read of versions.json."""
+
+    launch: NotRequired[str]
+    data: NotRequired[str]
 
 
 def launch() -> str:
@@ -77,21 +92,40 @@ def launched_here(folder: Path) -> bool:
     """Whether a folder holds a run that an earlier start of this launch has made."""
     if not (launch() and (folder / "config.json").is_file()):
         return False
-    return _read_versions(folder).get("launch") == launch()
+    try:
+        return _read_versions(folder).get("launch") == launch()
+    except UserError:  # nobody knows who made it
+        return False
 
 
-def create(folder: Path, name: str, config: TrainConfig) -> Run:
-    """Make a run's folder and write down how it is made."""
+def require_free(folder: Path) -> None:
+    """Raise if a folder holds a run."""
     if (folder / "config.json").exists():
         raise UserError(
             f"{folder} already holds a run. Continue it with "
             f"`natgrad train --resume {folder}`, or choose another --out."
         )
+
+
+def create(folder: Path, name: str, config: TrainConfig) -> Run:
+    """Make a run's folder and write down how it is made."""
+    require_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"recipe": name, "config": plain(config)}
     _write_json(folder / "versions.json", versions())
     _write_json(folder / "config.json", settings)
     return Run(folder=folder, name=name, config=config)
+
+
+def discard(folder: Path, keep: Collection[Path]) -> None:
+    """Remove what a run that never did a step has put into its folder."""
+    for each in folder.iterdir():
+        if each in keep:
+            continue
+        if each.is_dir():
+            shutil.rmtree(each, ignore_errors=True)
+        else:
+            each.unlink(missing_ok=True)
 
 
 def load(folder: Path) -> Run:
@@ -100,16 +134,19 @@ def load(folder: Path) -> Run:
     if not path.is_file():
         raise UserError(f"{folder} is not a run: it has no config.json.")
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        config = from_plain(TrainConfig, settings["config"])
-    except (ValueError, KeyError, TypeError) as error:
+        settings = build(_Settings, json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError, SchemaError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    return Run(folder=folder, name=settings["recipe"], config=config)
+    return Run(folder=folder, name=settings.recipe, config=settings.config)
 
 
 def note_data(run: Run, note: str) -> None:
     """Write down what a run's data really are (`Dataset.note`)."""
-    kept = _read_versions(run.folder)
+    try:
+        kept = _read_versions(run.folder)
+    except UserError as error:
+        warnings.warn(f"{error} (written again)", stacklevel=2)
+        kept = versions()
     if kept.get("data") != note:
         _write_json(run.folder / "versions.json", {**kept, "data": note})
 
@@ -121,6 +158,8 @@ def data_note(run: Run) -> str:
 
 def versions() -> dict[str, Any]:
     """What the run depends on: packages, Python, machine, git state, command."""
+    import torch  # so late because commands that only read runs need none of it
+
     return {
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
@@ -164,24 +203,6 @@ def _left_out(field: dataclasses.Field[Any], value: Any) -> bool:
     return bool(field.metadata.get("later")) and value == field.default
 
 
-def from_plain(kind: Any, value: Any) -> Any:
-    """Undo `plain`; unknown names are an error."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        unknown = set(value) - set(hints)
-        if unknown:
-            raise ValueError(f"unknown settings {sorted(unknown)}")
-        parts = {name: from_plain(hints[name], item) for name, item in value.items()}
-        return typing.cast(Any, kind)(**parts)
-    options = typing.get_args(kind)
-    if typing.get_origin(kind) is types.UnionType:
-        chosen = next(each for each in options if each is not types.NoneType)
-        return None if value is None else from_plain(chosen, value)
-    if typing.get_origin(kind) is tuple:
-        return tuple(value)
-    return Path(value) if kind is Path else value
-
-
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -200,11 +221,14 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _read_versions(folder: Path) -> dict[str, Any]:
-    """versions.json, or nothing where it is missing or damaged."""
-    try:
-        return json.loads((folder / "versions.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """versions.json, or nothing where it is missing."""
+    path = folder / "versions.json"
+    if not path.is_file():
         return {}
+    try:
+        return build(_Versions, json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError, SchemaError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -25,6 +25,7 @@ and its moment holds every entry wanted, and others.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from natgrad.math.conv.geometry import (
     pad_explicitly,
     positions,
 )
+from natgrad.math.parts import stacked
 from natgrad.math.products import (
     add_product,
     blocks,
@@ -84,6 +86,38 @@ def conv_output_moment(g: Tensor, groups: int = 1) -> Tensor:
     for block in blocks(g):
         add_product(total, channels_first(block).view(groups, size, -1))
     return completed(total)
+
+
+def conv_input_parts(x: Tensor, geometry: ConvGeometry, size: int) -> Tensor:
+    """The diagonal blocks of `conv_input_moment` with so many rows: whole channels.
+
+    All of it if ``size`` is not less. The bias counts as one more channel.
+    """
+    inputs, step = x.shape[1] // geometry.groups, size // geometry.taps
+    if size >= inputs * geometry.taps + geometry.bias:
+        return conv_input_moment(x, geometry)
+    *whole, last = range(0, inputs + geometry.bias, step)
+    parts: list[Tensor] = []
+    for group in x.split(inputs, 1):
+        part = replace(geometry, groups=1, bias=False)
+        cuts = [group[:, first : first + step] for first in whole]
+        parts += [conv_input_moment(each, part) for each in cuts]
+        if last < inputs:
+            part = replace(part, bias=geometry.bias)
+            parts.append(conv_input_moment(group[:, last:], part))
+        else:  # the bias alone
+            count = positions(x.shape, geometry)
+            parts.append(x.new_full((1, 1, 1), count, dtype=sum_dtype(x)))
+    return stacked(parts, size)
+
+
+def conv_output_parts(g: Tensor, groups: int, size: int) -> Tensor:
+    """The diagonal blocks of `conv_output_moment` with so many rows, or all of it."""
+    outputs = g.shape[1] // groups
+    if size >= outputs:
+        return conv_output_moment(g, groups)
+    cuts = (each for group in g.split(outputs, 1) for each in group.split(size, 1))
+    return stacked([conv_output_moment(each) for each in cuts], size)
 
 
 def choose_method(x_shape: Sequence[int], geometry: ConvGeometry) -> str:
