@@ -92,7 +92,7 @@ def through_a_file(state: Any) -> Any:
 @pytest.mark.parametrize("style", ["eigen", "factored"])
 @pytest.mark.parametrize("refresh", REFRESH)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_resumed_run_is_the_same_run(maker: str, refresh: str, style: str) -> None:
+def test_a_resumed_run_is_the_same_run(maker: str, refresh: str, style: Any) -> None:
     dtype = torch.float32
     options = {"refresh": REFRESH[refresh], "rule": natgrad.Kronecker(style=style)}
     model = mlp(dtype)

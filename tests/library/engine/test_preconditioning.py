@@ -79,7 +79,7 @@ def test_factored_damping_is_the_dense_solution(name: str) -> None:
 
 @pytest.mark.parametrize("style", ["eigen", "factored"])
 @pytest.mark.parametrize("name", NORM)
-def test_norms_take_the_whole_damping_in_either_style(name: str, style: str) -> None:
+def test_norms_take_the_whole_damping_in_either_style(name: str, style: Any) -> None:
     ratio = 3.0
     model, kfac, plain = preconditioned(
         NORM[name], rule=Kronecker(style=style), norm_damping_ratio=ratio

@@ -95,7 +95,7 @@ def test_norms_are_reported_when_skipped() -> None:
 
 
 @pytest.mark.parametrize("style", ["eigen", "factored"])
-def test_bytes_and_the_summary(style: str) -> None:
+def test_bytes_and_the_summary(style: Any) -> None:
     model = mlp(torch.float64)
     options: dict[str, Any] = {"rule": natgrad.Kronecker(style=style), "norm": "skip"}
     kfac = construct(

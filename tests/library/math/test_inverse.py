@@ -323,7 +323,7 @@ SIZE = 6
 
 @pytest.mark.parametrize("style", ["eigen", "factored"])
 def test_the_last_good_inverse_is_kept(
-    style: str, monkeypatch: pytest.MonkeyPatch
+    style: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlp()
     optimizer, kfac = sgd(
@@ -352,7 +352,7 @@ def test_the_last_good_inverse_is_kept(
 
 @pytest.mark.parametrize("style", ["eigen", "factored"])
 def test_three_failures_in_a_row_are_an_error(
-    style: str, monkeypatch: pytest.MonkeyPatch
+    style: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlp()
     optimizer, kfac = sgd(

@@ -297,7 +297,7 @@ def corrected_fisher(
 
 @pytest.mark.parametrize("style", ["eigen", "relative"])
 @pytest.mark.parametrize("name", CORRECTED)
-def test_corrected_has_the_exact_diagonal_of_the_fisher(name: str, style: str) -> None:
+def test_corrected_has_the_exact_diagonal_of_the_fisher(name: str, style: Any) -> None:
     """The first step has K-FAC's scale, the second that of its own examples."""
     row = KRONECKER[name]
     model, x, y = build(row)
