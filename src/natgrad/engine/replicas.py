@@ -73,7 +73,9 @@ class Replicas:
         """
         names = [f.name for f in dataclasses.fields(self._options)]
         given = {n: getattr(self._options, n) for n in names if n not in _LOCAL}
-        given |= {f"update {i}": parts for i, parts in enumerate(self._updates)}
+        usual = self._options.parts()
+        for i, parts in enumerate(self._updates):
+            given[f"update {i}"] = parts if parts != usual else "of the options"
         given["optimizer"] = type(self._optimizer).__name__
         texts = {n: re.sub(r" at 0x[0-9a-f]+", "", repr(x)) for n, x in given.items()}
         known = {id(p): name for name, p in self._model.named_parameters()}
