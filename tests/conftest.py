@@ -14,6 +14,8 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 import pytest
 from tests.support import facts
 
+# Not counted: what a run asks about its machine, and has answered at once.
+_QUESTIONS = {"git", "lscpu", "ps"}
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 _running: list[pytest.Item] = []
 _seconds: dict[str, float] = {}
@@ -60,7 +62,8 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     """A process in a test that is not marked is an error where it is started."""
     if event in _STARTS and _running:
         (item,) = _running
-        if not item.get_closest_marker("processes"):
+        question = event == "subprocess.Popen" and arguments[0] in _QUESTIONS
+        if not (question or item.get_closest_marker("processes")):
             raise RuntimeError(
                 f"{item.nodeid} starts a process, and neither it nor a helper says so: "
                 "declare the helper with tests.support.facts.starts_processes, or mark "

@@ -404,14 +404,17 @@ def test_ctrl_c_stops_several_workers_and_the_study_goes_on(tmp_path: Path) -> N
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        deadline = time.monotonic() + 120
-        while sum("starts" in x.user_attrs for x in ledger.trials()) < 2:
-            assert time.monotonic() < deadline, "no worker began"
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.2)
-        time.sleep(1.0)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        try:
+            deadline = time.monotonic() + 120
+            while sum("starts" in x.user_attrs for x in ledger.trials()) < 2:
+                assert time.monotonic() < deadline, "no worker began"
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.2)
+            time.sleep(1.0)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()  # its workers end when they notice
     assert process.returncode == 130, errors
     assert "run the same command again" in errors
     assert [each.state for each in ledger.trials()] == [TrialState.WAITING] * 2
