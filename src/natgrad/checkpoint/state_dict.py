@@ -7,10 +7,10 @@ from natgrad.factors import state as saved_state
 from natgrad.math.statistics import widen
 
 if TYPE_CHECKING:
-    from natgrad.engine.engine import Engine
+    from natgrad.engine.machinery import Machinery
 
 
-def save(engine: "Engine") -> dict[str, Any]:
+def save(engine: "Machinery") -> dict[str, Any]:
     """All that does not depend on how the ranks share it."""
     statistics = engine.statistics
     states, account = statistics.states.values(), statistics.account
@@ -23,7 +23,7 @@ def save(engine: "Engine") -> dict[str, Any]:
     }
 
 
-def load(engine: "Engine", state: Mapping[str, Any]) -> None:
+def load(engine: "Machinery", state: Mapping[str, Any]) -> None:
     """Take over what `save` returned, after `checking.require_state`."""
     statistics = engine.statistics
     dtypes = {widen(p).dtype for b in engine.blocks for p in b.parameters}
