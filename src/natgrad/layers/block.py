@@ -250,7 +250,7 @@ def _with_plain(
         block = block_of.get(id(p))
         if block is None and p.requires_grad:
             options = known.get(id(p), LayerOptions())
-            reason = reasons.get(id(p)) or options.plain or why_plain(model, name)
+            reason = options.plain or reasons.get(id(p)) or why_plain(model, name)
             alone = options.any_matrix and Matrix.fits(p)
             block = _matrix(name, p, options) if alone else _plain(name, p, reason)
         if block is not None:
