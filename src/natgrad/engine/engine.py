@@ -58,6 +58,7 @@ class Engine(Machinery):
         exact = torch.autocast(self.like.device.type, enabled=False)
         try:
             with self.meter("step"), exact:
+                self.follow_model()
                 for block in self.blocks:
                     block.require_bias()
                 yield

@@ -12,7 +12,7 @@ from natgrad.capture.hooks import require_unwatched
 from natgrad.capture.recorder import Capture
 from natgrad.capture.unwrap import inside_ddp, unwrap
 from natgrad.checkpoint.gather import gather, part_of, release, warn_partial
-from natgrad.checkpoint.state_dict import load, save
+from natgrad.checkpoint.state_dict import convert, load, save
 from natgrad.checkpoint.validate import require_state
 from natgrad.diagnostics.probe import Probe
 from natgrad.diagnostics.timer import Meter
@@ -118,6 +118,7 @@ class Machinery:
             name, self.capture.current
         )
         self.capture.on_abandon = lambda: self._outbox.abandon()
+        self.capture.on_forward = self.follow_model
         self.begin()
 
     def _connect(self, plan: Plan) -> Communicator:
@@ -188,12 +189,19 @@ class Machinery:
 
     def look_for_ddp(self) -> None:
         """Leave gradients to DDP if the model was wrapped after this was made."""
-        self.capture.on_forward = None
-        if not inside_ddp(self.model):
-            return
-        self.own_gradients = False
-        self._follow(self._planning.plan_for_ddp())
-        self.begin()
+        self.capture.on_forward = self.follow_model
+        self.follow_model()
+        if inside_ddp(self.model):
+            self.own_gradients = False
+            self._follow(self._planning.plan_for_ddp())
+            self.begin()
+
+    def follow_model(self) -> None:
+        """Go on with the dtype and device that the parameters have now."""
+        if not self.closed and convert(self):
+            self._outbox.close()
+            self._outbox = self._open_outbox()
+            self.begin()
 
     def state_dict(self, *, warn: bool = True) -> dict[str, Any]:
         """Statistics, inverses and timing, as tensors and numbers.

@@ -73,12 +73,17 @@ class Block:
         """Whose weight it is; any module for a matrix that no layer uses."""
         return self.modules[0] if self.modules else _NO_MODULE
 
-    def require_bias(self) -> None:
-        """Raise if the bias was frozen or unfrozen since, and the weight trains."""
+    @property
+    def bias_has_changed(self) -> bool:
+        """Whether the bias was frozen or unfrozen since, and the weight trains."""
         if self.kind is None or not self.modules or not self.is_trained:
-            return
+            return False
         trains = self.kind.bias(self.modules[0]) is not None
-        if trains != (len(self.parameters) > 1):
+        return trains != (len(self.parameters) > 1)
+
+    def require_bias(self) -> None:
+        """Raise if `bias_has_changed`."""
+        if self.bias_has_changed:
             raise RuntimeError(
                 f"The bias of {self.name} was frozen or unfrozen after its layer was "
                 "registered. Must be done before KFAC or SPNGD is made."

@@ -228,6 +228,9 @@ class CurvatureConfig:
     subsample: int | None = 1
     """Statistics from every k-th example only; 1: from all. None: from as many as each
     layer needs, however large the batch."""
+    largest_factor: int | None = None
+    """Rows that a factor may have: larger ones are cut into diagonal blocks. None: no
+    factor is cut, as in the papers."""
     rescale_weights: bool = False
     """spngd: rescale conv and linear weights to norm sqrt(2 d_out) (Osawa et al. 2020,
     eq. 24)."""
@@ -252,6 +255,9 @@ class CurvatureConfig:
         require(clip is None or clip > 0, "curvature.kl_clip", clip, "> 0 or none")
         ok = self.subsample is None or self.subsample >= 1
         require(ok, "curvature.subsample", self.subsample, ">= 1 or none")
+        most = self.largest_factor
+        ok = most is None or most >= 1
+        require(ok, "curvature.largest_factor", most, ">= 1 or none")
         rate = self.rest_rate
         require(rate > 0, "curvature.rest_rate", rate, "> 0")
         ratio = self.norm_damping_ratio

@@ -155,7 +155,7 @@ def _rule(config: TrainConfig) -> dict[str, Any]:
 def _shared(config: TrainConfig) -> dict[str, Any]:
     """The keywords that KFAC, SPNGD and Polar have in common."""
     curvature: CurvatureConfig = config.curvature
-    names = ("decay", "subsample", "placement", "rest_rate", "skip")
+    names = ("decay", "subsample", "largest_factor", "placement", "rest_rate", "skip")
     shared: dict[str, Any] = {name: getattr(curvature, name) for name in names}
     # Adam's usual 0.999 remembers more steps than the short runs here have.
     shared["beta2"] = min(config.optimizer.beta2, 0.95)
