@@ -96,6 +96,8 @@ class Forward:
     def examples(self) -> int:
         """See Note [Terms]."""
         whole = self.output[0] if self.output else 0
+        if set(self.layers) == {0} and self.output[:1] == (0,):
+            return 0
         if set(self.layers) == {0}:
             return whole if whole in self.lists else 1
         known = {*self.arguments, *self.lists}

@@ -41,7 +41,8 @@ from natgrad.capture.captured import POSITION_KINDS, Call, Captured, Rows, Use
 from natgrad.capture.forwards import Forward, Forwards, MicroBatch
 from natgrad.capture.hooks import Hooks
 from natgrad.diagnostics.timer import Meter
-from natgrad.layers import Block
+from natgrad.layers import Block, Observed
+from natgrad.math.statistics import widen
 from natgrad.requiring import require_count
 
 
@@ -218,16 +219,17 @@ class Capture:
         forward = self._forwards.current
         forward.passes(block, module, output)
         want = tuple(s.kind for s in block.spec.statistics if s.name in self.due)
-        if not want or not block.is_trained:
+        if not want or not block.is_trained or block.bias_has_changed:
             self._expect_backward(forward, block, output)
             return
         assert block.kind is not None
-        block.require_bias()
         x = x.detach()
         rows, scale = self._rows(block, module, x, output)
         with self._estimating(block, want[0], x.device.type):
-            observed = block.kind.observe(module, x[rows], output, want)
-            observed.stand_for(scale)
+            observed = Observed()
+            if output.numel():
+                observed = block.kind.observe(module, x[rows], output, want)
+                observed.stand_for(scale)
         call = Call(
             block=block,
             module=module,
@@ -248,7 +250,7 @@ class Capture:
         """Every k-th example from a random start: a view, and each equally likely."""
         assert block.kind is not None
         whole = ..., 1.0
-        alike = x.dim() > 0 and output.dim() > 0 and len(x) == len(output)
+        alike = x.dim() > 0 and output.dim() > 0 and len(x) == len(output) > 0
         vectors = block.kind.vectors(module, output) if alike else 0
         if not vectors:
             return whole
@@ -316,12 +318,25 @@ class Capture:
         batch, into = self._learn(call.forward, use)
         assert call.block.kind is not None
         with self._estimating(call.block, call.want[-1], g.device.type):
-            moments = call.block.kind.gradient_moments(
-                call.module, g.detach()[call.rows], call.observed.kept, call.want
-            )
-            moments |= self._scale_moment(call, g)
-            self._scale(moments, call, batch)
+            if g.numel():
+                moments = call.block.kind.gradient_moments(
+                    call.module, g.detach()[call.rows], call.observed.kept, call.want
+                )
+                moments |= self._scale_moment(call, g)
+                self._scale(moments, call, batch)
+            else:
+                moments = self._zeros(call)
             self._add(call, moments, into)
+
+    def _zeros(self, call: Call) -> dict[str, Tensor]:
+        """What an empty batch adds to every sum."""
+        has_bases = call.inputs is not None and self.bases(call.block) is not None
+        like = widen(call.block.parameters[0])
+        return {
+            s.kind: like.new_zeros(s.stack, *[s.size] * (2 - s.diagonal))
+            for s in call.block.spec.statistics
+            if s.kind in call.want and (s.kind != "S" or has_bases)
+        }
 
     def _scale_moment(self, call: Call, g: Tensor) -> dict[str, Tensor]:
         """S, in steps that estimate it and when there are bases to have it in."""

@@ -1,5 +1,6 @@
 """Losses of labels drawn from the model, for the sampled Fisher (SP-NGD, eq. 5)."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +30,8 @@ def sampled_loss(
     if likelihood == "cross_entropy":
         labels = draw_classes(outputs) if targets is None else targets
         return F.cross_entropy(outputs, labels, reduction=how)
-    each = outputs.shape[-1] if reduction == "tokens" else outputs[0].numel()
+    shape = outputs.shape
+    each = shape[-1] if reduction == "tokens" else math.prod(shape[1:])
     labels = draw_gaussian(outputs, each) if targets is None else targets
     loss = F.mse_loss(outputs, labels)
     # A "sum" of mse losses is over examples; each is a mean over its own outputs.

@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from natgrad.factors import state as saved_state
+from natgrad.layers.registration import statistics_like
 from natgrad.math.statistics import widen
 
 if TYPE_CHECKING:
-    from natgrad.engine.engine import Engine
+    from natgrad.engine.machinery import Machinery
 
 
-def save(engine: "Engine") -> dict[str, Any]:
+def save(engine: "Machinery") -> dict[str, Any]:
     """All that does not depend on how the ranks share it."""
     statistics = engine.statistics
     states, account = statistics.states.values(), statistics.account
@@ -23,7 +24,7 @@ def save(engine: "Engine") -> dict[str, Any]:
     }
 
 
-def load(engine: "Engine", state: Mapping[str, Any]) -> None:
+def load(engine: "Machinery", state: Mapping[str, Any]) -> None:
     """Take over what `save` returned, after `checking.require_state`."""
     statistics = engine.statistics
     dtypes = {widen(p).dtype for b in engine.blocks for p in b.parameters}
@@ -36,3 +37,19 @@ def load(engine: "Engine", state: Mapping[str, Any]) -> None:
     engine.skipped_steps = int(state.get("skipped_steps", 0))
     if statistics.account is not None and state.get("budget"):
         statistics.account.load_state_dict(state["budget"])
+
+
+def convert(engine: "Machinery") -> bool:
+    """Take all that is kept to the dtype and device that the parameters have now.
+
+    Returns whether those have changed, by ``model.double()`` or ``model.to(...)``, say.
+    """
+    like, old = statistics_like(engine.blocks), engine.like
+    if (like.dtype, like.device) == (old.dtype, old.device):
+        return False
+    to = f"{like.dtype}, {like.device.type}"
+    engine.comm.meet(f"model.to({to}) in step {engine.step}")
+    state = save(engine)
+    engine.like = engine.statistics.like = like
+    load(engine, state)
+    return True

@@ -18,13 +18,13 @@ from natgrad.factors.refresh import Timing
 from natgrad.factors.state import VERSION, require, require_part
 
 if TYPE_CHECKING:
-    from natgrad.engine.engine import Engine
+    from natgrad.engine.machinery import Machinery
 
 _AT_LEAST_ONE = ("interval", "previous")
 _ENTRY = ("average", "inverse", "history", "mean_eigenvalue", "estimated", "failures")
 
 
-def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
+def require_state(state: Any, engine: "Machinery", part: Sequence[Any]) -> None:
     """Raise a ValueError that names the first thing that is not as it must be."""
     _require_ours(state)
     # before the keys, which other versions have others of
@@ -47,7 +47,7 @@ def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
     _require_budget(state.get("budget"))
 
 
-def _require_rules(saved: Any, engine: "Engine") -> None:
+def _require_rules(saved: Any, engine: "Machinery") -> None:
     """Factors are prepared for one rule, and its moments are in its bases."""
     rules = _dict("rules", saved)
     for block in engine.blocks:
@@ -68,7 +68,7 @@ def _require_ours(state: Any) -> None:
         _refuse("state", f"a dict of {found}...", f"{legal}, which has a version")
 
 
-def _require_statistic(engine: "Engine", name: str, entry: Any) -> None:
+def _require_statistic(engine: "Machinery", name: str, entry: Any) -> None:
     where = f"statistics[{name!r}]"
     _require_keys(where, entry, (*_ENTRY, "quarantined", "timing", "stack", "size"))
     s = engine.statistics.states[name]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from natgrad.layers import Block
+from natgrad.plan.spec import StatisticSpec
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
@@ -65,12 +66,17 @@ def _row(
     if block.kind is None:
         return name, "-", "", "", block.reason
     specs = block.spec.statistics
-    sizes = ", ".join(
-        f"{s.kind} {f'{s.stack}x' if s.stack > 1 else ''}{s.size}" for s in specs
-    )
+    sizes = ", ".join(_size(s) for s in specs)
     size = sum(s.packed for s in specs) * element
+    cut = [f"{s.kind} kept as {s.parts} diagonal blocks" for s in specs if s.parts > 1]
+    note = "; ".join((*cut, block.note) if block.note else cut)
     first = p is block.parameters[0]
-    return name, block.kind.name, sizes, _bytes(size) if first else "", block.note
+    return name, block.kind.name, sizes, _bytes(size) if first else "", note
+
+
+def _size(s: StatisticSpec) -> str:
+    stack = f"{s.stack}x" if s.stack > 1 else ""
+    return f"{s.kind} {stack}{s.size}{' diagonal' if s.diagonal else ''}"
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

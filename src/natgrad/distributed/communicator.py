@@ -208,6 +208,12 @@ class Communicator:
         self._over = self._over or f"This rank failed before: {message}"
         return False
 
+    def meet(self, doing: str) -> None:
+        """Wait for every rank to do this as well; raise if one does something else."""
+        with self.explained(doing):
+            if self.world > 1 and not self._pulse.all_say(doing, self.options.timeout):
+                raise RuntimeError("Must be done on every rank.")
+
     def close(self) -> None:
         """Stop showing signs of life, as one that is dropped does, and free groups."""
         if self.world > 1:

@@ -13,11 +13,13 @@ Note [News]
     question of its main thread, and still does when the store is gone: rank 0, whose
     process may have the store, waits for the others to have heard before it ends.
 
-Note [Failed alike]
-    A rank that raises in a step ends the others, as it will not take part in what they
-    wait for. But if all ranks raise the same at the same mark, none is missing in
-    anything, and all may go on. Each says so under a key of what it raised; either all
-    come within `FAREWELL_SECONDS`, or one gives up. The first word on it holds for all.
+Note [One word]
+    What ranks may do only together, and some may not do at all, is asked through the
+    store: an exchange that others do not take part in would disturb theirs. Each says
+    it under a key of what it is about; either all come in time, or one gives up, and
+    the first word on it holds for all. So with failures: a rank that raises in a step
+    ends the others, as it will not take part in what they wait for. But if all raise
+    the same at the same mark, none is missing in anything, and all may go on.
 """
 
 from __future__ import annotations
@@ -105,10 +107,24 @@ class Pulse:
             self._post()
             self._listen(again=True)
             # an interrupt is not to be held up
-            if isinstance(error, Exception) and self._all_failed(text):
+            if isinstance(error, Exception) and self.all_say(text, FAREWELL_SECONDS):
                 return True
             self._let_hear()
         return False
+
+    def all_say(self, text: str, seconds: float) -> bool:
+        """Whether every rank says the same within some time. See Note [One word]."""
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        count = self._store.add(f"saying/{key}", 1)
+        end = time.monotonic() + seconds
+        while count < self._world and time.monotonic() < end:
+            if self._heard or self._store.add("ended", 0):
+                break
+            time.sleep(PULSE_SECONDS / 10)
+            count = self._store.add(f"saying/{key}", 0)
+        word = "yes" if count >= self._world else "no"
+        self._store.compare_set(f"all/{key}", "", word)
+        return self._store.get(f"all/{key}") == b"yes"
 
     def stop(self) -> None:
         """End the thread. To others this rank then looks gone."""
@@ -178,20 +194,6 @@ class Pulse:
             if self._store.add(f"heard/{self._news}", 0) >= listeners:
                 return
             time.sleep(PULSE_SECONDS / 10)
-
-    def _all_failed(self, text: str) -> bool:
-        """See Note [Failed alike]."""
-        key = hashlib.sha256(text.encode()).hexdigest()[:16]
-        count = self._store.add(f"alike/{key}", 1)
-        end = time.monotonic() + FAREWELL_SECONDS
-        while count < self._world and time.monotonic() < end:
-            if self._heard or self._store.add("ended", 0):
-                break
-            time.sleep(PULSE_SECONDS / 10)
-            count = self._store.add(f"alike/{key}", 0)
-        word = "yes" if count >= self._world else "no"
-        self._store.compare_set(f"all/{key}", "", word)
-        return self._store.get(f"all/{key}") == b"yes"
 
     def _failure_of_another(self) -> str:
         """That at the earliest mark, unless this rank has failed alike."""

@@ -73,12 +73,17 @@ class Block:
         """Whose weight it is; any module for a matrix that no layer uses."""
         return self.modules[0] if self.modules else _NO_MODULE
 
-    def require_bias(self) -> None:
-        """Raise if the bias was frozen or unfrozen since, and the weight trains."""
+    @property
+    def bias_has_changed(self) -> bool:
+        """Whether the bias was frozen or unfrozen since, and the weight trains."""
         if self.kind is None or not self.modules or not self.is_trained:
-            return
+            return False
         trains = self.kind.bias(self.modules[0]) is not None
-        if trains != (len(self.parameters) > 1):
+        return trains != (len(self.parameters) > 1)
+
+    def require_bias(self) -> None:
+        """Raise if `bias_has_changed`."""
+        if self.bias_has_changed:
             raise RuntimeError(
                 f"The bias of {self.name} was frozen or unfrozen after its layer was "
                 "registered. Must be done before KFAC or SPNGD is made."
@@ -250,7 +255,7 @@ def _with_plain(
         block = block_of.get(id(p))
         if block is None and p.requires_grad:
             options = known.get(id(p), LayerOptions())
-            reason = reasons.get(id(p)) or options.plain or why_plain(model, name)
+            reason = options.plain or reasons.get(id(p)) or why_plain(model, name)
             alone = options.any_matrix and Matrix.fits(p)
             block = _matrix(name, p, options) if alone else _plain(name, p, reason)
         if block is not None:

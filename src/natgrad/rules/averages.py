@@ -34,11 +34,12 @@ class Average:
 
     def velocity(self, state: State, p: Tensor) -> Tensor:
         """That of a parameter, at first zero; in float32 or better."""
-        entry = state[p]
+        entry, like = state[p], widen(p)
         if VELOCITY not in entry:
-            entry[VELOCITY] = torch.zeros_like(widen(p))
+            entry[VELOCITY] = torch.zeros_like(like)
             if self.keeps_mass:
                 entry[MASS] = 0.0
+        entry[VELOCITY] = entry[VELOCITY].to(like)  # the model may have been converted
         return entry[VELOCITY]
 
     def directions(

@@ -80,6 +80,24 @@ def test_the_others_end_with_the_message(method: str, late: bool, ends: bool) ->
         assert "This rank failed before: KeyError: 'lost'" in again[1]
 
 
+def freeze_a_bias(rank: int) -> Any:
+    """In a step that estimates it, too; the process lives on, as in a notebook."""
+    fleet = Fleet("spngd", rank)
+    fleet.step()
+    if rank:
+        fleet.plain[3].bias.requires_grad_(False)
+    fleet.backward()
+    return outcome(fleet.optimizer.step)
+
+
+def test_a_bias_that_was_frozen_on_one_rank() -> None:
+    (kind, message, seconds), raised = run_world(2, freeze_a_bias)
+    assert raised[0] == "RuntimeError"
+    assert raised[1].startswith("The bias of 3 was frozen or unfrozen")
+    assert (kind, seconds < PROMPT) == ("CommError", True), (kind, message, seconds)
+    assert f"Rank 1 failed: RuntimeError: {raised[1]}" in message
+
+
 def raise_together(rank: int, method: str) -> Any:
     quick()
     fleet = Fleet(method, rank, refresh=Late())

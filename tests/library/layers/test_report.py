@@ -61,7 +61,10 @@ def test_every_parameter_is_listed_once() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("words.weight", ["embedding", "A 7, G 6", "statistics leave out .* as out"]),
+        (
+            "words.weight",
+            ["embedding", "A 7 diagonal, G 6", "statistics leave out .* as out"],
+        ),
         ("conv.weight", ["conv", "A 2x10, G 2x3"]),
         ("conv.bias", ["conv", "A 2x10, G 2x3"]),
         ("norm.weight", ["group_norm", "unit 6x2"]),
@@ -87,6 +90,15 @@ def test_kind_or_reason(name: str, expected: list[str]) -> None:
     row = "  ".join(table(kfac)[name])
     for part in expected:
         assert re.search(part, row), row
+
+
+def test_cut_factors_are_reported() -> None:
+    model = nn.Sequential(nn.Linear(9, 3), nn.Conv2d(4, 6, 3, groups=2))
+    rows = table(natgrad.KFAC(model, lr=1.0, largest_factor=5))
+    want = ["linear", "A 2x5, G 3", "144 B", "A kept as 2 diagonal blocks"]
+    assert rows["0.weight"] == want
+    assert rows["1.weight"][1] == "A 6x9, G 2x3"
+    assert rows["1.weight"][-1] == "A kept as 3 diagonal blocks"
 
 
 def test_norms_are_reported_when_skipped() -> None:
