@@ -143,7 +143,7 @@ def test_the_split_is_said_to_be_planned_only(
 def test_a_split_that_cannot_be_is_refused_before_anything_is_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for given in ("--inverse eigen", "--scale adaptive"):
+    for given in ("--inverse eigen", "--rule eigen_adam"):
         with pytest.raises(UserError, match="--split"):
             main(["--model", "resnet8", "--split", *given.split()])
     assert capsys.readouterr().out == ""

@@ -255,6 +255,7 @@ def test_ma_has_points_of_the_papers_grid() -> None:
         (kfac.curvature.damping, log_grid(1e-4, 0.2187)),
     ]
     for value, grid in chosen:
+        assert value is not None
         assert any(math.isclose(value, point, rel_tol=2e-3) for point in grid)
     assert (sgd.optimizer.momentum, sgd.optimizer.weight_decay) == (0.9, 5e-4)
     assert (kfac.curvature.factor_decay, kfac.curvature.kappa) == (0.9, 0.1)

@@ -73,7 +73,7 @@ def test_a_point_becomes_settings() -> None:
             damping=one(0.02),
             damping_styles=("normal", "approximated"),
             recipe="digits-kfac",
-            settings={"curvature": {"length": "free"}},
+            settings={"curvature": {"length": "free", "kappa": "none"}},
         ),
         "spngd": Method(lr=one(0.4), damping=one(0.03)),
         "polar": Method(lr=one(0.1), damping=one(2.0), recipe="digits-polar"),

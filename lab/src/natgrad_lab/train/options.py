@@ -40,9 +40,8 @@ def options_of(config: TrainConfig, examples: int) -> Options:
         loss="tokens" if config.data.name == "text" else None,
     )
     if c.length is not None or c.kappa is not None:
-        name = c.length or "kl_clip"
         usual = replace(start, rule=rule).the_length
-        fields["length"] = changed(usual, LENGTHS, name, kappa=c.kappa)
+        fields["length"] = changed(usual, LENGTHS, c.length, kappa=c.kappa)
     for name in ("subsample", "largest_factor"):  # of which None is a value
         value = getattr(c, name)
         if value is not None:
