@@ -20,6 +20,7 @@ from torch import Tensor
 
 from natgrad_lab.errors import UserError
 from natgrad_lab.train import checkpoint, storage
+from natgrad_lab.train import manifest as manifests
 from natgrad_lab.train import run as runs
 from natgrad_lab.train.checkpoint import Checkpoints
 from natgrad_lab.train.config import (
@@ -173,7 +174,7 @@ def lose(folder: Path) -> None:
 
 def manifest(change: Callable[[str], str]) -> Spoil:
     def spoil(folder: Path) -> None:
-        path = folder / storage.MANIFEST
+        path = folder / manifests.MANIFEST
         path.write_text(change(path.read_text()))
 
     return spoil
@@ -200,7 +201,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "a bit flipped": (flip, r"__0_0\.distcp is damaged: the checksum of \w+"),
     "file lost": (lose, r"__0_0\.distcp cannot be read: No such file"),
     "no manifest": (
-        lambda folder: (folder / storage.MANIFEST).unlink(),
+        lambda folder: (folder / manifests.MANIFEST).unlink(),
         r"manifest\.json cannot be read: No such file",
     ),
     "manifest cut": (manifest(lambda t: t[:50]), r"manifest\.json is damaged"),
@@ -321,7 +322,7 @@ def test_a_limit_of_the_system_on_files_ends_the_save_only(tmp_path: Path) -> No
         problem = checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "step 2 is not saved" in problem
+    assert "step 2 is not saved: OSError: [Errno 27] File too large" in problem
     assert checkpoints.load()[0]["step"] == 1
 
 

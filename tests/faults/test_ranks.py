@@ -103,7 +103,7 @@ def test_a_rank_that_hangs_or_fails_is_named_on_the_others(
 def test_sigterm_saves_and_ends_cleanly(calm: dict[int, float], tmp_path: Path) -> None:
     agent = Agent(words=words(tmp_path / "run"), faults=[(1, 4, "stop")])
     outcome = agent.run()
-    assert agent.statuses == [[130, 130], [0, 0]], outcome.printed
+    assert agent.statuses == [[75, 75], [0, 0]], outcome.printed
     assert "Traceback" not in outcome.printed
     require_same(outcome, calm, 1)
 

@@ -221,7 +221,7 @@ def test_the_command_says_the_size_first(
     out = tmp_path / "cache"
     asked = ["data", "cache", "imagenet", "--root", str(root), "--out", str(out)]
     assert main([*asked, "--side", "32", "--rank", "1", "--world", "2"]) == 0
-    assert "is whole when the others are" in capsys.readouterr().err
+    assert "rank 1 of 2 is done" in capsys.readouterr().err
     assert main([*asked, "--side", "32", "--rank", "0", "--world", "2"]) == 0
     said = capsys.readouterr().err.splitlines()
     assert re.search(r"14 images in 2 shards, about .* kB each: .* GB .*free", said[0])
@@ -231,10 +231,13 @@ def test_the_command_says_the_size_first(
 
 
 def test_a_process_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SLURM_PROCID", "2")
+    monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert place(None, None) == (0, 1), "a batch script is no task of srun"
+    monkeypatch.setenv("SLURM_PROCID", "2")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     assert place(None, None) == (2, 4)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -65,6 +65,9 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["recipes", "zzz"], "No recipe's name contains 'zzz'"),
         (["data", "got"], "Unknown command 'data got'"),
         (["data", "get", "mnist3"], "Must be one of"),
+        (["plan", "--world", "100000000"], "Must be in [1, 65536]"),
+        (["plan", "--world", "0"], "Must be in [1, 65536]"),
+        (["simulate", "--world", "1", "100000000"], "Must be in [1, 65536]"),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -74,6 +77,20 @@ def test_what_is_wrong_is_said(
     printed = capsys.readouterr().err
     assert message in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_a_study_stays_in_its_folder(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.toml").write_text(f'name = "{name}"\nrecipe = "digits-sgd"\n')
+    assert main(["study", "run", "my.toml"]) == 2
+    assert f"my.toml: Invalid name='{name}'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["my.toml"]
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_a_signal_stops_after_a_step(number: signal.Signals, tmp_path: Path) -> 
     timer = threading.Timer(0.3, os.kill, (os.getpid(), number))
     timer.start()
     ending = trainer.train()
-    assert ending.reason == "interrupted"
+    assert (ending.reason, ending.by) == ("interrupted", number)
     assert signal.getsignal(number) is before
     again = Trainer(runs.load(tmp_path), World(), show=False)
     again.total = ending.step + 2

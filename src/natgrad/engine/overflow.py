@@ -6,7 +6,8 @@ optimizer itself reduces gradients, the other ranks would wait for that one for 
 the optimizer tells the scaler that it handles overflows (as torch's fused optimizers
 do): the scaler then always steps, and says what it found. That goes into the step's
 agreement, all ranks skip or none does, and each rank's scaler is told of the overflow,
-so that all loss scales stay the same.
+so that all loss scales stay the same. An optimizer that does so tells its engine
+(``agrees_on_overflow``), which refuses a scaler otherwise.
 """
 
 import torch

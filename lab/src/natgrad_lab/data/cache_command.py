@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         asked.out, splits, classes, form, rank=rank, world=world, say=_say
     )
     if not whole:
-        _say(f"this process is done; {asked.out} is whole when the others are")
+        _say(f"rank {rank} of {world} is done; {asked.out} is whole when all are")
     return 0
 
 
@@ -92,10 +92,12 @@ def place(rank: int | None, world: int | None) -> tuple[int, int]:
         DataError: they do not go together.
     """
     told = os.environ
+    # a batch script, which is one process, has SLURM_NTASKS too; only tasks have this
+    tasks = told.get("SLURM_STEP_NUM_TASKS")
     if rank is None:
-        rank = int(told.get("RANK") or told.get("SLURM_PROCID") or 0)
+        rank = int(told.get("RANK") or (tasks and told["SLURM_PROCID"]) or 0)
     if world is None:
-        world = int(told.get("WORLD_SIZE") or told.get("SLURM_NTASKS") or 1)
+        world = int(told.get("WORLD_SIZE") or tasks or 1)
     if not 0 <= rank < world:
         raise DataError(f"Invalid {rank=}. Must be in [0, {world}).")
     return rank, world

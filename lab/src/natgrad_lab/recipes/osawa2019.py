@@ -6,7 +6,9 @@ CVPR 2019: settings from Table 3, sections 4.1 to 4.4; epochs, iterations and ac
 from Table 1. Batch norm has its Fisher without approximation and every statistic is
 fresh, as in Table 1 and Figure 3 (Figure 6's caption: "no approx"). For section 5.4's
 variant add --curvature.norm diag, for its stale statistics --refresh.kind late.
-A process takes 32 images at a time, as their GPUs did; the rest accumulates.
+A process takes 32 images at a time, as their GPUs did; the rest accumulates. Half
+precision is section 1's ("for both computation and" communication) and section 3.4's
+(Tensor Cores): float16 products here, with a loss scale, which it does not mention.
 
 Published: 75.0 to 75.3 % top-1 (Table 1). Not run here: ImageNet does not fit.
 """
@@ -68,6 +70,7 @@ def recipe(batch: int) -> Recipe:
         steps=steps,
         batch=batch,
         micro_batch=32,
+        precision="float16",
         targets=(75.0,),
         model=ModelConfig(name="resnet50"),
         data=DataConfig(name="imagenet", mixup=row.alpha_mixup, erasing=0.5),

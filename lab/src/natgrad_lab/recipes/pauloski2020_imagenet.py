@@ -6,7 +6,9 @@ damping 0.001, momentum 0.9, label smoothing 0.1, five epochs of linear warmup; 
 by ten at epochs 25, 35, 40, 45, 50 (K-FAC) or 30, 40, 80 (SGD, as printed). K-FAC
 update intervals of 2000, 1000, 500, 250, 125 iterations on 16, 32, 64, 128, 256 GPUs,
 factors ten times as often (section V-C). Weight decay 5e-5 and kappa 1e-3 are not
-in section VI: the first is ours, the second section V-C's.
+in section VI: the first is ours, the second section V-C's. Training is in float32
+(section VI-A). The paper does not say how images are cut: RandomResizedCrop is what its
+published code does.
 
 Published: on 64 GPUs Table III (its interval 500 is the recipe's). Of K-FAC on other
 scales only section VI-C3's sentence that all reach 76.2, 77.7 and 78.0 % (0.1 more than
@@ -45,7 +47,7 @@ def recipe(model: str, method: str, gpus: int) -> Recipe:
         micro_batch=32,
         targets=(75.9,),
         model=ModelConfig(name=model),
-        data=DataConfig(name="imagenet", label_smoothing=0.1),
+        data=DataConfig(name="imagenet", crop="resized", label_smoothing=0.1),
         optimizer=OptimizerConfig(
             kfac=method == "kfac", lr=0.0125 * gpus, momentum=0.9, weight_decay=5e-5
         ),

@@ -18,6 +18,8 @@ METHODS: dict[str, Options] = {
     "spngd": SPNGD.defaults,
     "polar": Polar.defaults,
 }
+MOST_RANKS = 65_536
+"""A plan of ResNet-50 for as many takes seven seconds, and more take more."""
 SPLIT = 8
 """The most ranks that --split lets divide one factor."""
 
@@ -60,6 +62,16 @@ class Asked:
     """Examples a rank."""
     split: bool = False
     """Divide factors larger than a fair share (planned and simulated, not executed)."""
+
+
+def require_world(*worlds: int) -> None:
+    """Raise if there is no plan for so many ranks, or none that ends soon."""
+    for world in worlds:
+        if not 1 <= world <= MOST_RANKS:
+            raise UserError(
+                f"Invalid world={world}. Must be in [1, {MOST_RANKS}]: a plan is made "
+                "for each rank."
+            )
 
 
 def options_asked(asked: Asked) -> Options:

@@ -19,6 +19,7 @@ from natgrad_lab.simulate.asked import (
     Asked,
     inverse_of,
     options_asked,
+    require_world,
     work_asked,
 )
 from natgrad_lab.simulate.figures import gantt, scaling_figure
@@ -93,8 +94,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(asked: SimulateCommand) -> list[Result]:
     """Simulate what was asked for."""
-    if not asked.world or min(asked.world) < 1:
-        raise UserError(f"Invalid world={asked.world}. Must be numbers >= 1.")
+    if not asked.world:
+        raise UserError("Invalid world=(). Must be one number or more.")
+    require_world(*asked.world)
     work = work_asked(asked, options_asked(asked))
     profile, conditions = find_profile(asked.profile), conditions_of(asked)
     return [

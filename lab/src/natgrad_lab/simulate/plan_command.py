@@ -31,6 +31,7 @@ from natgrad_lab.simulate.asked import (
     Asked,
     inverse_of,
     options_asked,
+    require_world,
     work_asked,
 )
 from natgrad_lab.simulate.memory import (
@@ -64,6 +65,7 @@ class PlanCommand(Asked):
 def main(arguments: Sequence[str]) -> int:
     """Parse, plan, check memory, print."""
     asked = tyro.cli(PlanCommand, prog="natgrad plan", args=list(arguments))
+    require_world(asked.world)
     options = options_asked(asked)
     work = work_asked(asked, options)
     profile = find_profile(asked.profile) if asked.profile else None

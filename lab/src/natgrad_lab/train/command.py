@@ -18,7 +18,8 @@ USAGE = """usage: natgrad train RECIPE [--setting value ...]
 
 `natgrad recipes` lists the recipes, `natgrad train RECIPE --help` shows every setting.
 With several processes: torchrun --nproc-per-node N -m natgrad_lab train RECIPE ...
-Exit status: 0 done, 3 diverged, 4 done but not saved, 130 interrupted (--resume it)."""
+Exit status: 0 done, 3 diverged, 4 done but not saved, 75 saved after SIGTERM, 130 saved
+after Ctrl-C (--resume continues both)."""
 
 
 @dataclass(frozen=True, kw_only=True)

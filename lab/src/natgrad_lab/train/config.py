@@ -16,6 +16,7 @@ SEEDS = 2**31
 SEEDS_LEGAL = f"in [0, {SEEDS})"
 """Torch's generators, numpy's and a study's storage all take these."""
 Crop = Literal["stretched", "resized"]
+Precision = Literal["float32", "bfloat16", "float16"]
 IMAGES = ("crop", "size", "cache", "workers")
 """Settings of images that are decoded when they are asked for."""
 LATER = {"later": True}
@@ -382,6 +383,9 @@ class TrainConfig:
     """Epochs between checkpoints. 0: only at the end and on interruption."""
     log_every: int = 10
     """Steps between training records."""
+    precision: Precision = field(default="float32", metadata=LATER)
+    """Of the products in forward and backward: float32, bfloat16 (autocast) or float16
+    (with a loss scale). Weights and statistics are float32 in any case."""
     threads: int | None = None
     """CPU threads a process. None: torch's default."""
     timeout: float = 600.0

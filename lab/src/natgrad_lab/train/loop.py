@@ -1,6 +1,7 @@
 """The training loop: one object, one step that reads top to bottom."""
 
 import math
+import signal
 import warnings
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +21,7 @@ from natgrad_lab.train.checkpoint import Checkpoints
 from natgrad_lab.train.feed import Feed
 from natgrad_lab.train.methods import make
 from natgrad_lab.train.metrics import Clock, MetricsWriter, waiting_share
+from natgrad_lab.train.precision import Mixed
 from natgrad_lab.train.processes import World, is_connection
 from natgrad_lab.train.progress import Bar
 from natgrad_lab.train.refreshes import RefreshLog
@@ -34,11 +36,12 @@ class Ending:
     """How a run ended, and after which step.
 
     ``reason`` is "done", "unsaved" (done, but the last checkpoint could not be
-    written), "interrupted" or "diverged".
+    written), "interrupted" or "diverged". ``by`` is the signal that interrupted it.
     """
 
     reason: str
     step: int
+    by: int = 0
 
 
 class Trainer:
@@ -75,7 +78,13 @@ class Trainer:
         # SPNGD averages gradients itself; the others see DDP's averages.
         alone = self.config.optimizer.alone
         self.replica = self.model if alone else world.data_parallel(self.model)
-        self.method = make(self.replica, self.config, examples=self.feed.examples)
+        self.mixed = Mixed(self.config.precision, world.device)
+        self.method = make(
+            self.replica,
+            self.config,
+            examples=self.feed.examples,
+            grad_scaler=self.mixed.scaler,
+        )
         # Weights start alike; what is drawn from here on (dropout, sampled labels)
         # must differ from rank to rank.
         torch.manual_seed(self.config.seed * 100_003 + world.rank)
@@ -83,7 +92,7 @@ class Trainer:
         self.scheduler = make_scheduler(optimizer, self.config, self.feed.examples)
         self.total = self.config.total_steps(self.feed.examples)
         self.step = 0
-        self.clock = Clock()
+        self.clock = Clock.of(world.device)
         # since the last record: the sum of finite losses, and how many there were
         self._loss = torch.zeros(2, device=world.device)
         self._metrics: MetricsWriter | None = None
@@ -139,7 +148,10 @@ class Trainer:
             if stop or self._due(self.config.checkpoint_every):
                 self._save()
             if stop and self.step < self.total:
-                return Ending(reason="interrupted", step=self.step)
+                # one answer on all ranks, of which perhaps only one got a signal
+                ended = self.world.any(request.number == signal.SIGTERM)
+                by = signal.SIGTERM if ended else signal.SIGINT
+                return Ending(reason="interrupted", step=self.step, by=by)
         return Ending(reason="done", step=self.step)
 
     def _one_step(self) -> None:
@@ -152,16 +164,18 @@ class Trainer:
             with self._reduction(last=index == self.forwards - 1):
                 self.world.mark(f"in step {self.step}, forward and backward")
                 with self.clock.phase("forward"):
-                    outputs = self.replica(inputs)
+                    with self.mixed.autocast():
+                        outputs = self.replica(inputs)
+                    outputs = outputs.float()
                     loss = self._criterion(outputs, labels) / self.forwards
                 with self.clock.phase("backward"):
                     self.method.before_backward(outputs)
-                    loss.backward()
+                    self.mixed.backward(loss)
             self._last += loss.detach()
         self._note_loss()
         self.world.mark(f"in step {self.step}, update")
         with self.clock.phase("update"):
-            self.method.optimizer.step()
+            self.mixed.step(self.method.optimizer)
             self._refreshes.note(self.step + 1)
             self.scheduler.step()
             self.method.optimizer.zero_grad()
@@ -202,7 +216,9 @@ class Trainer:
         self.model.eval()
         totals = torch.zeros(3, dtype=torch.float64)
         for inputs, labels in self.feed.test():
-            rows, flat = self.model(inputs).flatten(0, -2), labels.flatten()
+            with self.mixed.autocast():
+                outputs = self.model(inputs)
+            rows, flat = outputs.float().flatten(0, -2), labels.flatten()
             totals[0] += F.cross_entropy(rows, flat, reduction="sum").double().cpu()
             totals[1] += (rows.argmax(-1) == flat).sum().cpu()
             totals[2] += flat.numel()
@@ -220,6 +236,7 @@ class Trainer:
             epoch=self.epoch,
             loss=loss,
             **self.method.facts(self.step - 1),
+            **self.mixed.facts(),
             **self._refreshes.take(),
             **self._spent(),
             phases=phases,
@@ -247,6 +264,7 @@ class Trainer:
             **snapshot.model_state(self.model),
             "optimizer": snapshot.optimizer_state(self.method.optimizer, self.model),
             "scheduler": self.scheduler.state_dict(),
+            "scaler": self.mixed.state_dict(),
             "feed": self.feed.state_dict(),
             "random": snapshot.random_state(),
             **self._spent(),
@@ -272,6 +290,7 @@ class Trainer:
         snapshot.load_model(self.model, state, rank, same)
         snapshot.load_optimizer(self.method.optimizer, self.model, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        self.mixed.load_state_dict(state.get("scaler", {}))
         self.feed.load_state_dict(state["feed"])
         seed, step = self.config.seed, self.step
         snapshot.load_random(

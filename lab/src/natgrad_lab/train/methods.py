@@ -23,6 +23,7 @@ from natgrad_lab.train.parts import Parts
 # Of what has no trust ratio beside what has one.
 assert isinstance(Polar.defaults.fallback, Adam)
 REST_RATE = Polar.defaults.fallback.rate
+Scaler = torch.amp.GradScaler | None
 
 
 class Maker(Protocol):
@@ -85,18 +86,25 @@ def total_bytes(traffic: dict[str, Any]) -> int:
     return int(sum(each["sent"] for each in traffic["total"].values()))
 
 
-def make(model: nn.Module, config: TrainConfig, *, examples: int) -> Method:
+def make(
+    model: nn.Module,
+    config: TrainConfig,
+    *,
+    examples: int,
+    grad_scaler: Scaler = None,
+) -> Method:
     """The method a config asks for, on a training set of ``examples``."""
     if config.optimizer.alone:
         options = options_of(config, examples)
         kind = SPNGD if config.optimizer.name == "spngd" else Polar
-        whole = kind(model, options=options)
+        whole = kind(model, grad_scaler=grad_scaler, options=options)
         return _curved(whole, whole, options)
     optimizer = _plain(model, config)
     if not config.optimizer.kfac:
         return Method(optimizer=optimizer)
     options = options_of(config, examples)
-    return _curved(optimizer, KFAC(model, optimizer, options=options), options)
+    kfac = KFAC(model, optimizer, grad_scaler=grad_scaler, options=options)
+    return _curved(optimizer, kfac, options)
 
 
 def _curved(optimizer: Optimizer, curved: KFAC | SPNGD, options: Options) -> Method:

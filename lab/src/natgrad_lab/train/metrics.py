@@ -3,10 +3,12 @@
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from natgrad import sinks
 from natgrad_lab.train.records import LOOKS, METRICS, Record
@@ -95,35 +97,104 @@ class _Events:
             warnings.warn(text + "will be missing.", stacklevel=4)
 
 
+class Mark(Protocol):
+    """A moment, as `torch.cuda.Event` has it."""
+
+    def record(self) -> None:
+        """That moment is when what was asked for until now is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this one to another."""
+        ...
+
+
+class Moment:
+    """A `Mark` of a processor, which is done with what it was asked for at once."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def elapsed_time(self, end_event: "Moment") -> float:
+        return 1e3 * (end_event._at - self._at)
+
+
 class Clock:
     """Seconds by phase since the last `take`, and training seconds in all.
 
+    A device works behind the program that tells it what to do. So phases are between
+    moments of the device: what it spent on each, and under "data" what it waited. They
+    are read only when somebody asks, since that waits for the device.
+
     ``total`` is what the wall clock says, ``cpu`` what the processor spent on all
     threads of this process: on a shared machine only the second compares runs.
+
+    Args:
+        mark: makes a moment.
     """
 
-    def __init__(self) -> None:
-        self.total = 0.0
+    def __init__(self, mark: Callable[[], Mark] = Moment) -> None:
         self.cpu = 0.0
+        self._mark = mark
+        self._total = 0.0
         self._phases: dict[str, float] = defaultdict(float)
+        self._open: list[tuple[str, Mark, Mark]] = []
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Clock":
+        """The clock of a device."""
+        if device.type != "cuda":
+            return cls()
+        return cls(lambda: torch.cuda.Event(enable_timing=True))
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Count the time spent inside under ``name``."""
-        start, cpu = time.perf_counter(), time.process_time()
+        start, end, cpu = self._mark(), self._mark(), time.process_time()
+        start.record()
         try:
             yield
         finally:
-            spent = time.perf_counter() - start
+            end.record()
             self.cpu += time.process_time() - cpu
-            self._phases[name] += spent
-            self.total += spent
+            self._open.append((name, start, end))
+
+    @property
+    def total(self) -> float:
+        """Seconds of all phases so far."""
+        self._read()
+        return self._total
+
+    @total.setter
+    def total(self, seconds: float) -> None:
+        self._read()
+        self._total = seconds
 
     def take(self) -> dict[str, float]:
         """Seconds by phase, and start anew."""
+        self._read()
         phases = {name: round(value, 6) for name, value in self._phases.items()}
         self._phases.clear()
         return phases
+
+    def _read(self) -> None:
+        if self._open:
+            self._open[-1][2].synchronize()
+        for name, start, end in self._open:
+            spent = start.elapsed_time(end) / 1e3
+            self._phases[name] += spent
+            self._total += spent
+        self._open.clear()
 
 
 def waiting_share(phases: dict[str, float]) -> float:

@@ -22,6 +22,8 @@ from natgrad_lab.train.records import read_metrics
 DIVERGED = "the loss is not finite: lower the learning rate or raise the damping"
 UNSAVED = "the last checkpoint could not be written: make room and resume with:"
 STATUS = {"done": 0, "diverged": 3, "unsaved": 4, "interrupted": 130}
+PREEMPTED = 75
+"""After SIGTERM: sysexits' EX_TEMPFAIL, for a scheduler that starts it again."""
 
 
 def begin(name: str, config: TrainConfig) -> int:
@@ -118,6 +120,8 @@ def finish(run: runs.Run, ending: Ending, world: World) -> int:
             print(f"{UNSAVED} natgrad train --resume {run.folder}")
         elif ending.reason == "diverged":
             print(DIVERGED)
+    if ending.by == signal.SIGTERM:
+        return PREEMPTED
     return STATUS[ending.reason]
 
 

@@ -15,20 +15,22 @@ ECHO_SECONDS = 2.0
 
 
 class StopRequest:
-    """Whether somebody asked to stop; a second Ctrl-C, later, is not held back.
+    """Whether somebody asked to stop, and by which signal first.
+
+    A second Ctrl-C, later, is not held back.
 
     SIGTERM is: schedulers and launchers repeat it, and then send SIGKILL.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked, self.number = False, 0
         self._first = 0.0
         self._before: dict[int, Any] = {}
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.asked:
-            self.asked, self._first = True, now
+            self.asked, self.number, self._first = True, number, now
         elif number == signal.SIGINT and now - self._first > ECHO_SECONDS:
             raise KeyboardInterrupt
 
