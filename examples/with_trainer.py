@@ -4,6 +4,8 @@ The text has a rule: each token is twice the one before plus one, modulo the voc
 The layers of GPT-2 (transformers' Conv1D) are known to natgrad by name.
 """
 
+from dataclasses import replace
+
 import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -32,7 +34,9 @@ def main() -> None:
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     options = {"loss": "tokens", "skip": ("transformer.wpe",)}
-    kfac = natgrad.KFAC(model, optimizer, damping=0.1, **options)
+    kfac = natgrad.KFAC(
+        model, optimizer, damping=0.1, options=replace(natgrad.KFAC.defaults, **options)
+    )
     arguments = TrainingArguments(
         output_dir="runs/trainer",
         max_steps=50,

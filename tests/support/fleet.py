@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.support.construct import construct
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -59,10 +60,14 @@ class Fleet:
             self.optimizer: Any = torch.optim.SGD(
                 self.plain.parameters(), lr=lr, momentum=momentum
             )
-            self.natural: Any = natgrad.KFAC(self.model, self.optimizer, **options)
+            self.natural: Any = construct(
+                natgrad.KFAC, self.model, self.optimizer, **options
+            )
         else:
             kind = natgrad.SPNGD if method == "spngd" else natgrad.Polar
-            self.optimizer = kind(self.model, lr=lr, momentum=momentum, **options)
+            self.optimizer = construct(
+                kind, self.model, lr=lr, momentum=momentum, **options
+            )
             self.natural = self.optimizer
         self._generator = torch.Generator().manual_seed(100 + rank)
 

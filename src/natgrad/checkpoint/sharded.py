@@ -116,7 +116,7 @@ def _file(engine: "Engine", name: str) -> dict[str, Any]:
 def _file_moment(engine: "Engine", block: Block) -> dict[str, Any]:
     """A block's second moment, on the ranks that keep it, if its rule has one."""
     works = engine.comm.rank in engine.plan.workers[block.name]
-    if not (engine.preconditioner.is_adaptive(block) and (works or engine.gathered)):
+    if not (block.rule.adapts and (works or engine.gathered)):
         return {}
     state = engine.moments.states.get(block.name)
     if state is None:
@@ -129,7 +129,7 @@ def _file_moment(engine: "Engine", block: Block) -> dict[str, Any]:
 
 def _shapes(engine: "Engine", s: StatisticState) -> dict[str, list[tuple[int, ...]]]:
     """Of every tensor that may ever be kept of a statistic."""
-    watched = engine.config.refresh.tolerance is not None
+    watched = engine.parts[s.spec.block].refresh.tolerance is not None
     return {
         "average": [(s.spec.packed,)],
         "inverse": inverse_shapes(s.spec, engine.statistics.is_eigen(s)),

@@ -18,20 +18,19 @@ from natgrad.factors.refresh import Timing
 from natgrad.factors.state import VERSION, require, require_part
 
 if TYPE_CHECKING:
-    from natgrad.engine.engine import Engine
+    from natgrad.engine.machinery import Machinery
 
 _AT_LEAST_ONE = ("interval", "previous")
 _ENTRY = ("average", "inverse", "history", "mean_eigenvalue", "estimated", "failures")
 
 
-def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
+def require_state(state: Any, engine: "Machinery", part: Sequence[Any]) -> None:
     """Raise a ValueError that names the first thing that is not as it must be."""
     _require_ours(state)
     # before the keys, which other versions have others of
     require("version", state["version"], VERSION)
     _require_keys("state", state, ("step", "statistics", "calls", "moments"))
-    require("damping_style", state.get("damping_style"), engine.config.damping_style)
-    require("form", state.get("form"), engine.config.form)
+    _require_rules(state.get("rules"), engine)
     saved = state.get("part")
     if saved is not None and not (isinstance(saved, list | tuple) and len(saved) == 3):
         _refuse("part", saved, "None, or a rank, the number of ranks and a plan")
@@ -48,6 +47,18 @@ def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
     _require_budget(state.get("budget"))
 
 
+def _require_rules(saved: Any, engine: "Machinery") -> None:
+    """Factors are prepared for one rule, and its moments are in its bases."""
+    rules = _dict("rules", saved)
+    for block in engine.blocks:
+        if block.name in rules and rules[block.name] != block.rule.spec():
+            raise ValueError(
+                f"The saved natgrad state of {block.name} is of the rule "
+                f"{rules[block.name]}. Must be {block.rule.spec()}, the rule that this "
+                "optimizer has for it."
+            )
+
+
 def _require_ours(state: Any) -> None:
     legal = "what state_dict() of a natgrad optimizer returned"
     if not isinstance(state, Mapping):
@@ -57,7 +68,7 @@ def _require_ours(state: Any) -> None:
         _refuse("state", f"a dict of {found}...", f"{legal}, which has a version")
 
 
-def _require_statistic(engine: "Engine", name: str, entry: Any) -> None:
+def _require_statistic(engine: "Machinery", name: str, entry: Any) -> None:
     where = f"statistics[{name!r}]"
     _require_keys(where, entry, (*_ENTRY, "quarantined", "timing", "stack", "size"))
     s = engine.statistics.states[name]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from natgrad.diagnostics.probe import Probe
 from natgrad.diagnostics.tables import refresh_summary, registration_table
 from natgrad.engine.engine import Engine
-from natgrad.options import require_count
+from natgrad.requiring import require_count
 
 if TYPE_CHECKING:
     from natgrad.plan import Choice

@@ -1,32 +1,40 @@
 """A model's parameters as blocks, and what is said about those that fall silent."""
 
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers import Block, find_blocks
-from natgrad.options import Curvature
+from natgrad.layers import Block, LayerOptions, find_blocks
+from natgrad.options import Options
+from natgrad.plan.spec import BlockSpec
+from natgrad.rules.fallbacks import Plain, is_fallback
+from natgrad.rules.kronecker import Kronecker
+from natgrad.rules.parts import Parts
+from natgrad.rules.rule import Rule
+
+Groups = Mapping[int, Parts]
 
 
 def register(
-    model: nn.Module, config: Curvature, trained: frozenset[int] | None = None
+    model: nn.Module, options: Options, groups: Groups | None = None
 ) -> list[Block]:
     """A model's blocks; raises if there is nothing to precondition.
 
-    ``trained`` are the ids of the optimizer's parameters, None if it has all.
+    ``groups`` has the parts of the update by the ids of the optimizer's parameters;
+    None if it has all, with the same parts.
     """
     _require_whole(model)
+    known = groups or {id(p): options.parts() for p in model.parameters()}
+    distinct = list(dict.fromkeys(known.values()))
+    layer = [_layer_options(options, parts, i) for i, parts in enumerate(distinct)]
+    number = {parts: i for i, parts in enumerate(distinct)}
     blocks = find_blocks(
         model,
-        norm=config.norm,
-        sharing=config.sharing,
-        loss=config.loss,
-        statistics=config.statistics,
-        corrected=config.scale == "corrected",
-        largest_factor=config.largest_factor,
-        skip=config.skip,
-        trained=trained,
+        {p: layer[number[parts]] for p, parts in known.items()},
+        skip=options.skip,
     )
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to train.")
@@ -35,13 +43,61 @@ def register(
             f"The optimizer has no parameter of this {type(model).__name__}. Must be "
             "one that was made of the model's parameters."
         )
-    if not any(b.kind is not None for b in blocks):
+    for block in blocks:
+        block.rule = rule_for(block, parts_for(block, options, groups))
+        block.spec = _with_forms(block.spec, block.rule)
+    if all(isinstance(b.rule, Plain) for b in blocks):
         kinds = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(
             f"{type(model).__name__} has no trainable layer of a known kind among "
             f"{', '.join(kinds)}. natgrad.register_layer(type, kind) adds one."
         )
     return blocks
+
+
+def _with_forms(spec: BlockSpec, rule: Rule) -> BlockSpec:
+    """The plan must know in what form factors are kept and sent."""
+    kept = tuple(
+        replace(s, eigen=rule.form == "eigen") if s.is_factor else s
+        for s in spec.statistics
+    )
+    return replace(spec, statistics=kept)
+
+
+def _layer_options(options: Options, parts: Parts, group: int) -> LayerOptions:
+    """What layers of a parameter group must know."""
+    rule = parts.rule
+    return LayerOptions(
+        norm=options.norm,
+        sharing=options.sharing,
+        loss=options.loss,
+        sides=rule.sides,
+        source=rule.source,
+        corrected=rule.corrects,
+        largest_factor=options.largest_factor,
+        plain=f"its group follows {rule.name}" if is_fallback(rule) else "",
+        group=group,
+    )
+
+
+def parts_for(block: Block, options: Options, groups: Groups | None) -> Parts:
+    """What the update of a block is made of."""
+    if groups is None or block.is_foreign:
+        return options.parts()
+    return groups[id(block.parameters[0])]
+
+
+def rule_for(block: Block, parts: Parts) -> Rule:
+    """The rule of a block: by whether it has two-sided factors, others, or none."""
+    if block.is_foreign:
+        return Plain()
+    if block.kind is None:
+        return parts.rule if is_fallback(parts.rule) else parts.fallback
+    if block.is_factored:
+        return parts.rule
+    # A normalisation layer's one statistic is inverted as it is.
+    style = "relative" if parts.rule.style == "relative" else "factored"
+    return Kronecker(style=style)
 
 
 def statistics_like(blocks: list[Block]) -> Tensor:
@@ -56,17 +112,18 @@ def shape_of(block: Block) -> tuple[int, int, int]:
     return block.spec.stack, block.spec.rows, block.spec.cols
 
 
-def warn_silent(blocks: list[Block], fired: set[str], config: Curvature) -> None:
+def warn_silent(blocks: list[Block], fired: set[str], options: Options) -> None:
     """Warn of layers whose hooks have not fired by the end of the first step."""
     silent = [
         b.name
         for b in blocks
-        if b.kind is not None and not any(s.name in fired for s in b.spec.statistics)
+        if (seen := [s.name for s in b.spec.statistics if not s.is_local])
+        and fired.isdisjoint(seen)
     ]
     if not silent:
         return
     remedy = "Was the model called in training mode"
-    if config.fisher == "sampled":
+    if options.fisher == "sampled":
         remedy += ", and sampled_backward(outputs) before loss.backward()"
     warnings.warn(
         f"natgrad saw no forward and backward of {', '.join(silent)}: gradients are "

@@ -73,7 +73,7 @@ class CostModel:
             return self.measured[spec.name]
         if spec.diagonal:
             return self.call + self.element * spec.elements
-        eigen = self.inverse == "eigen"
+        eigen = self.inverse == "eigen" if spec.eigen is None else spec.eigen
         cubic = self.eigen_cubic if eigen else self.factored_cubic
         square = self.eigen_square if eigen else self.factored_square
         call = self.call if self.invert_call is None else self.invert_call
@@ -83,7 +83,7 @@ class CostModel:
         """Seconds to apply a block's inverses to its gradient once."""
         if not block.statistics:
             return 0.0
-        factors = {spec.kind for spec in block.statistics} <= {"A", "G", "S"}
+        factors = all(s.is_factor or s.kind == "S" for s in block.statistics)
         polar = factors and self.scale == "orthogonal"
         # Into the eigenbasis and out again, or whitened and back: twice the products
         # of a dense inverse.
@@ -133,5 +133,5 @@ def inverse_elements(spec: StatisticSpec, inverse: str) -> int:
 
 def keeps_basis(spec: StatisticSpec, inverse: str) -> bool:
     """Whether an inverse is kept as eigenvectors and eigenvalues."""
-    eigen = check_inverse(inverse) == "eigen"
-    return eigen and spec.kind in ("A", "G") and not spec.diagonal
+    eigen = check_inverse(inverse) == "eigen" if spec.eigen is None else spec.eigen
+    return eigen and spec.is_factor and not spec.diagonal

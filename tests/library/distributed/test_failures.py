@@ -200,7 +200,9 @@ def test_a_rank_that_raises_before_its_step_is_named_after_the_timeout(
 def raise_after_all_was_exchanged(rank: int) -> Any:
     """Under DDP, in whose own exchanges a rank then waits."""
     quick()
-    fleet = Fleet("kfac ddp", rank, refresh=natgrad.Every(10, 10), kl_clip=None)
+    fleet = Fleet(
+        "kfac ddp", rank, refresh=natgrad.Every(10, 10), length=natgrad.Free()
+    )
     fleet.step()
     said: list[str] = []
 

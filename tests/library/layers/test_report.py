@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.toys import backward, mlp
 from torch import Tensor, nn
 
@@ -44,7 +45,15 @@ def table(kfac: natgrad.KFAC | natgrad.SPNGD) -> dict[str, list[str]]:
 
 def test_every_parameter_is_listed_once() -> None:
     model = Zoo()
-    rows = table(natgrad.KFAC(model, lr=1.0, norm="unit", skip=["skipped"]))
+    rows = table(
+        construct(
+            natgrad.KFAC,
+            model,
+            length=natgrad.KLClip(lr=1.0),
+            norm="unit",
+            skip=["skipped"],
+        )
+    )
     assert list(rows) == [name for name, _ in model.named_parameters()]
     assert all(cells[0] != "-" or cells[-1] != "-" for cells in rows.values())
 
@@ -71,7 +80,13 @@ def test_every_parameter_is_listed_once() -> None:
     ],
 )
 def test_kind_or_reason(name: str, expected: list[str]) -> None:
-    kfac = natgrad.KFAC(Zoo(), lr=1.0, norm="unit", skip=["skipped"])
+    kfac = construct(
+        natgrad.KFAC,
+        Zoo(),
+        length=natgrad.KLClip(lr=1.0),
+        norm="unit",
+        skip=["skipped"],
+    )
     row = "  ".join(table(kfac)[name])
     for part in expected:
         assert re.search(part, row), row
@@ -87,15 +102,17 @@ def test_cut_factors_are_reported() -> None:
 
 
 def test_norms_are_reported_when_skipped() -> None:
-    rows = table(natgrad.KFAC(mlp(), lr=1.0, norm="skip"))
+    rows = table(natgrad.KFAC(mlp(), length=natgrad.KLClip(lr=1.0), norm="skip"))
     assert rows["1.weight"] == ["-", "norm='skip'"]
 
 
 @pytest.mark.parametrize("style", ["eigen", "factored"])
-def test_bytes_and_the_summary(style: str) -> None:
+def test_bytes_and_the_summary(style: Any) -> None:
     model = mlp(torch.float64)
-    options: dict[str, Any] = {"damping_style": style, "norm": "skip"}
-    kfac = natgrad.KFAC(model, lr=1.0, decay=0.5, **options)
+    options: dict[str, Any] = {"rule": natgrad.Kronecker(style=style), "norm": "skip"}
+    kfac = construct(
+        natgrad.KFAC, model, length=natgrad.KLClip(lr=1.0), factor_decay=0.5, **options
+    )
     rows = table(kfac)
     # packed triangles of A (6) and G (4), in float64
     assert rows["0.weight"] == ["linear", "A 6, G 4", f"{8 * (21 + 10)} B"]
@@ -114,10 +131,13 @@ def test_bytes_and_the_summary(style: str) -> None:
 
 
 def test_print_shows_the_report() -> None:
-    for shown in (natgrad.KFAC(mlp(), lr=1.0), natgrad.SPNGD(mlp(), lr=1.0)):
+    for shown in (
+        natgrad.KFAC(mlp(), length=natgrad.KLClip(lr=1.0)),
+        natgrad.SPNGD(mlp(), lr=1.0),
+    ):
         assert str(shown) == shown.report()
 
 
 def test_large_sizes_have_units() -> None:
     model = nn.Linear(1023, 1, bias=False)
-    assert "2.0 MiB" in natgrad.KFAC(model, lr=1.0).report()
+    assert "2.0 MiB" in natgrad.KFAC(model, length=natgrad.KLClip(lr=1.0)).report()
