@@ -117,10 +117,9 @@ def _kfac(style: str, basis: str = "exact") -> Maker:
         kfac = natgrad.KFAC(
             model,
             optimizer,
-            damping_style=style,  # pyright: ignore[reportArgumentType]
-            basis=basis,  # pyright: ignore[reportArgumentType]
+            rule=natgrad.Kronecker(style=style, basis=basis),
             refresh=cycle(),
-            loss=case.loss,  # pyright: ignore[reportArgumentType]
+            loss=case.loss,
         )
         step = training_step(model, optimizer, case, layout)
         name = f"natgrad KFAC {style}" + (f" {basis}" if basis != "exact" else "")

@@ -129,7 +129,13 @@ class KFAC(Inspectable):
             require_known(self.engine.model, self.engine.blocks)
 
     def skipped(self, overflow: Tensor | None) -> bool:
-        """A scaler learns of overflows from the gradients that DDP has averaged."""
+        """Clear the gradients of the host, also of parameters that are not the model's.
+
+        A scaler learns of overflows from the gradients that DDP has averaged.
+        """
+        groups = self.optimizer.param_groups if self.optimizer else []
+        for p in (p for group in groups for p in group["params"]):
+            p.grad = None
         return False
 
     def directions(self, gradients: dict[str, Tensor]) -> Directions:

@@ -24,7 +24,7 @@ from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Adaptive, Refresh
 from natgrad.layers import Block
-from natgrad.layers.registration import require_known
+from natgrad.layers.registration import require_inside, require_known
 from natgrad.math import foreach
 from natgrad.math.statistics import widen
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts
@@ -129,9 +129,20 @@ class SPNGD(Inspectable, Optimizer):
             agrees_on_overflow=True,
         )
         self._overflow = Overflow(self, self.engine, grad_scaler)
+        with self.engine.closing_on_error():
+            require_inside(self.engine.model, self.param_groups)
         check = partial(require_momentum, self, self.engine)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made: its plan has every parameter already."""
+        if hasattr(self, "engine"):
+            raise RuntimeError(
+                "A parameter group cannot be added: who works on what is planned at "
+                "construction. Make a new optimizer with all groups."
+            )
+        Optimizer.add_param_group(self, param_group)
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -252,7 +252,7 @@ def long_run(number: int) -> Result:
         model=ModelConfig(name="mlp"),
         data=DataConfig(augment=False),
         optimizer=OptimizerConfig(name="spngd", lr=1e-3),
-        curvature=CurvatureConfig(damping=0.1, norm="unit", decay=0.9),
+        curvature=CurvatureConfig(damping=0.1, norm="unit", factor_decay=0.9),
         refresh=RefreshConfig(statistics=5, inverses=20),
     )
     seen: list[tuple[int, float]] = []

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from natgrad_lab.errors import UserError
 from natgrad_lab.train import checkpoint, storage
+from natgrad_lab.train import manifest as manifests
 from natgrad_lab.train import run as runs
 from natgrad_lab.train.checkpoint import Checkpoints
 from natgrad_lab.train.config import (
@@ -173,7 +174,7 @@ def lose(folder: Path) -> None:
 
 def manifest(change: Callable[[str], str]) -> Spoil:
     def spoil(folder: Path) -> None:
-        path = folder / storage.MANIFEST
+        path = folder / manifests.MANIFEST
         path.write_text(change(path.read_text()))
 
     return spoil
@@ -200,7 +201,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "a bit flipped": (flip, r"__0_0\.distcp is damaged: the checksum of \w+"),
     "file lost": (lose, r"__0_0\.distcp cannot be read: No such file"),
     "no manifest": (
-        lambda folder: (folder / storage.MANIFEST).unlink(),
+        lambda folder: (folder / manifests.MANIFEST).unlink(),
         r"manifest\.json cannot be read: No such file",
     ),
     "manifest cut": (manifest(lambda t: t[:50]), r"manifest\.json is damaged"),
@@ -321,7 +322,7 @@ def test_a_limit_of_the_system_on_files_ends_the_save_only(tmp_path: Path) -> No
         problem = checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "step 2 is not saved" in problem
+    assert "step 2 is not saved: OSError: [Errno 27] File too large" in problem
     assert checkpoints.load()[0]["step"] == 1
 
 
@@ -340,7 +341,7 @@ def config(**settings: Any) -> TrainConfig:
         model=ModelConfig(name="mlp"),
         data=DataConfig(augment=False, mixup=0.4),
         optimizer=OptimizerConfig(name="spngd", lr=0.02),
-        curvature=CurvatureConfig(damping=0.1, norm="unit", decay=0.6),
+        curvature=CurvatureConfig(damping=0.1, norm="unit", factor_decay=0.6),
         refresh=RefreshConfig(statistics=2, inverses=3),
         schedule=ScheduleConfig(kind="polynomial", power=2.0, couple_momentum=True),
     )
@@ -394,14 +395,14 @@ def test_a_run_resumed_with_other_options_names_the_checkpoints(
     tmp_path: Path,
 ) -> None:
     train(tmp_path / "run", config(), World(), stop=4)
-    expected = r"No usable.*\n.*step-00000004 does not fit: .*damping_style='eigen'"
+    expected = r"No usable.*\n.*step-00000004 does not fit: .*'style': 'factored'"
     with pytest.raises(UserError, match=expected):
-        resumed(tmp_path / "run", World(), damping_style="factored")
+        resumed(tmp_path / "run", World(), style="eigen")
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
 
 
 KFAC = OptimizerConfig(kfac=True, lr=0.05)
-FACTORED = CurvatureConfig(damping=0.1, norm="unit", damping_style="factored")
+FACTORED = CurvatureConfig(damping=0.1, norm="unit", style="factored")
 ELASTIC = {
     "spngd": config(),
     "spngd-adaptive": config(refresh=RefreshConfig(kind="adaptive")),

@@ -37,11 +37,11 @@ def test_a_recipe_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_any_setting_can_be_overridden() -> None:
     given = ["--batch", "256", "--optimizer.lr", "0.3", "--targets", "90", "95"]
-    given += ["--curvature.kl-clip", "None", "--schedule.decay-epochs", "3", "5"]
+    given += ["--refresh.inverses", "None", "--schedule.decay-epochs", "3", "5"]
     config = parse("pauloski2020-cifar10-kfac-x1", given)
     assert (config.batch, config.optimizer.lr) == (256, 0.3)
     assert config.targets == (90.0, 95.0)
-    assert config.curvature.kl_clip is None
+    assert config.refresh.inverses is None
     assert config.schedule.decay_epochs == (3.0, 5.0)
     assert config.epochs == 100
 
@@ -65,6 +65,9 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["recipes", "zzz"], "No recipe's name contains 'zzz'"),
         (["data", "got"], "Unknown command 'data got'"),
         (["data", "get", "mnist3"], "Must be one of"),
+        (["plan", "--world", "100000000"], "Must be in [1, 65536]"),
+        (["plan", "--world", "0"], "Must be in [1, 65536]"),
+        (["simulate", "--world", "1", "100000000"], "Must be in [1, 65536]"),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -74,6 +77,20 @@ def test_what_is_wrong_is_said(
     printed = capsys.readouterr().err
     assert message in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_a_study_stays_in_its_folder(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.toml").write_text(f'name = "{name}"\nrecipe = "digits-sgd"\n')
+    assert main(["study", "run", "my.toml"]) == 2
+    assert f"my.toml: Invalid name='{name}'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["my.toml"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, bool]:
     """The plain module, and whether DDP averages its gradients."""
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(
+            f"Invalid model: a {kind}. Must be the model itself (an nn.Module), not "
+            "its parameters or optimizer: KFAC(model, optimizer), "
+            "SPNGD(model, lr=0.02), Polar(model, lr=0.1)."
+        )
     ddp = False
     while True:
         if isinstance(model, DistributedDataParallel):

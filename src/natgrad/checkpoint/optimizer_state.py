@@ -20,6 +20,11 @@ _PASSENGERS: WeakKeyDictionary[Optimizer, "ref[Engine]"] = WeakKeyDictionary()
 
 def require_free(optimizer: Optimizer | None) -> None:
     """Raise if an optimizer has a passenger: a second would overwrite its state."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"Invalid optimizer: a {type(optimizer).__name__}. Must be a torch "
+            "optimizer, after the model: KFAC(model, optimizer)."
+        )
     if optimizer is not None and _open(_PASSENGERS.get(optimizer)):
         raise ValueError(
             f"Invalid optimizer: this {type(optimizer).__name__} already carries a "

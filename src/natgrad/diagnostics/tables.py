@@ -7,33 +7,69 @@ from torch import nn
 
 from natgrad.layers import Block
 from natgrad.plan.spec import StatisticSpec
+from natgrad.rules.fallbacks import Adam
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
 
 HEADER = ("parameter", "block", "statistics", "bytes", "note")
+UNSEEN = "used without statistics: no forward and backward of it as a layer was seen"
 
 
 def registration_table(engine: "Engine") -> str:
-    """Every parameter: its block kind, factor sizes and bytes, or why it has none."""
+    """Every parameter: its block kind, factor sizes and bytes, or why it has none.
+
+    It tells of the model as it is now: of layers that were added, replaced, frozen or
+    never called as layers since.
+    """
     block_of = {id(p): b for b in engine.blocks for p in b.parameters}
-    element = engine.like.element_size()
-    rows = [
-        _row(name, p, block_of.get(id(p)), element)
-        for name, p in engine.model.named_parameters()
+    named = list(engine.model.named_parameters())
+    rows = [_row(engine, name, p, block_of.get(id(p))) for name, p in named]
+    return "\n".join([_table([HEADER, *rows]), *_summary(engine, named)])
+
+
+def _summary(engine: "Engine", named: list[tuple[str, nn.Parameter]]) -> list[str]:
+    """How many parameters are preconditioned, and what becomes of the others."""
+    here = {id(p) for _, p in named if p.requires_grad}
+    current = [b for b in engine.blocks if any(id(p) in here for p in b.parameters)]
+    works = [b for b in current if b.kind is not None and not _is_unseen(engine, b)]
+    rest = [b for b in current if b.kind is None and not b.is_foreign]
+    total = sum(p.numel() for _, p in named if p.requires_grad)
+    frozen = sum(p.numel() for _, p in named) - total
+    covered, others = _elements(works, here), _elements(rest, here)
+    packed = sum(s.spec.packed for s in engine.statistics.states.values())
+    lines = [
+        f"{len(works)} blocks, {covered:,} of {total:,} trained parameters "
+        f"preconditioned, {_bytes(packed * engine.like.element_size())} of statistics."
     ]
-    covered = sum(p.numel() for b in engine.blocks if b.kind for p in b.parameters)
-    total = sum(p.numel() for p in engine.model.parameters())
-    blocks = sum(b.kind is not None for b in engine.blocks)
-    size = sum(s.spec.packed for s in engine.statistics.states.values()) * element
-    summary = (
-        f"{blocks} blocks, {covered:,} of {total:,} parameters preconditioned, "
-        f"{_bytes(size)} of statistics."
-    )
+    if others:
+        lines.append(f"{others:,} parameters without a block {_fallback(engine)}.")
+    if frozen:
+        lines.append(f"{frozen:,} parameters are frozen.")
+    gone = [b.name for b in engine.blocks if b.kind is not None and b not in current]
+    if gone:
+        lines.append(f"Frozen since, or not in the model any more: {', '.join(gone)}.")
     account = engine.statistics.account
-    if account is not None:
-        summary += f"\n{account.summary()['says']}"
-    return f"{_table([HEADER, *rows])}\n{summary}"
+    return lines if account is None else [*lines, account.summary()["says"]]
+
+
+def _fallback(engine: "Engine") -> str:
+    """What becomes of parameters without a block."""
+    rule = engine.options.fallback
+    if isinstance(rule, Adam):
+        return f"follow Adam's rule, at {rule.rate:g} of the learning rate"
+    return "keep their plain gradient"
+
+
+def _is_unseen(engine: "Engine", block: Block) -> bool:
+    """Whether steps have gone by, but none that estimated the block's statistics."""
+    states = engine.statistics.states
+    specs = block.spec.statistics
+    return engine.step > 0 and not any(states[s.name].timing.refreshed for s in specs)
+
+
+def _elements(blocks: list[Block], among: set[int]) -> int:
+    return sum(p.numel() for b in blocks for p in b.parameters if id(p) in among)
 
 
 def refresh_summary(engine: "Engine") -> dict[str, Any]:
@@ -59,17 +95,20 @@ def refresh_summary(engine: "Engine") -> dict[str, Any]:
 
 
 def _row(
-    name: str, p: nn.Parameter, block: Block | None, element: int
+    engine: "Engine", name: str, p: nn.Parameter, block: Block | None
 ) -> tuple[str, ...]:
+    if not p.requires_grad:
+        return name, "-", "", "", "frozen"
     if block is None:
-        return name, "-", "", "", "frozen" if not p.requires_grad else "not trained"
+        return name, "-", "", "", "added or unfrozen since: make the optimizer after it"
     if block.kind is None:
         return name, "-", "", "", block.reason
     specs = block.spec.statistics
     sizes = ", ".join(_size(s) for s in specs)
-    size = sum(s.packed for s in specs) * element
+    size = sum(s.packed for s in specs) * engine.like.element_size()
     cut = [f"{s.kind} kept as {s.parts} diagonal blocks" for s in specs if s.parts > 1]
-    note = "; ".join((*cut, block.note) if block.note else cut)
+    known = UNSEEN if _is_unseen(engine, block) else block.note
+    note = "; ".join((*cut, known) if known else cut)
     first = p is block.parameters[0]
     return name, block.kind.name, sizes, _bytes(size) if first else "", note
 

@@ -63,7 +63,7 @@ class Engine(Machinery):
             with self.meter("step"), exact:
                 self.follow_model()
                 for block in self.blocks:
-                    block.require_bias()
+                    block.require_same()
                 yield
         except BaseException as error:
             if not isinstance(error, CommError) and self.comm.fail(error):
@@ -212,9 +212,8 @@ class Engine(Machinery):
                 f"({self.skipped_steps} skipped so far).",
                 stacklevel=4,
             )
-        for block in self.blocks:
-            for p in block.parameters:
-                p.grad = None
+        for p in (p for b in self.blocks if not b.is_foreign for p in b.parameters):
+            p.grad = None
         self.begin()
 
     def sampled_backward(

@@ -68,6 +68,20 @@ class Block:
         """Whether the block takes part in this step."""
         return self.is_trained and self.parameters[0].grad is not None
 
+    def require_same(self) -> None:
+        """Raise if the layer has other parameters since."""
+        if self.kind is None or not self.modules:
+            return
+        found = dict(self.modules[0].named_parameters(recurse=False))
+        if found.get(self.kind.weight_name) is not self.parameters[0]:
+            raise RuntimeError(
+                f"The {self.kind.weight_name} of {self.name} is another tensor than "
+                "when the optimizer was made: fully_shard, a parametrization or an "
+                "assignment has replaced it. Must be done first: make the optimizer "
+                "after it."
+            )
+        self.require_bias()
+
     @property
     def _module(self) -> nn.Module:
         """Whose weight it is; any module for a matrix that no layer uses."""
@@ -158,6 +172,7 @@ def find_blocks(
                 _note(reasons, module, "its weight is in another group")
         else:
             _tie(found[id(weight)], name, module, kind)
+    _note_other_uses(model, found)
     blocks = _with_plain(model, found, reasons, known)
     for block in blocks:
         block.is_foreign = id(block.parameters[0]) not in known
@@ -239,7 +254,20 @@ def _tie(block: Block, name: str, module: nn.Module, kind: LayerKind) -> None:
         block.modules.append(module)
         block.note = f"shared with {name}"
     else:
-        block.note = f"statistics leave out its use as {name}"
+        block.note = _left_out(name)
+
+
+def _note_other_uses(model: nn.Module, found: dict[int, Block]) -> None:
+    """Say which modules without a block have the weight of one."""
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            block = found.get(id(p))
+            if block is not None and module not in block.modules and not block.note:
+                block.note = _left_out(name)
+
+
+def _left_out(name: str) -> str:
+    return f"statistics leave out its use as {name}"
 
 
 def _with_plain(

@@ -163,8 +163,8 @@ class LayerKind(ABC):
         self.options = options
 
     def weight(self, module: nn.Module) -> nn.Parameter:
-        """The module's weight."""
-        return module.get_parameter(self.weight_name)
+        """The module's weight; of `torch.func.functional_call`, what stands for it."""
+        return getattr(module, self.weight_name)
 
     def bias(self, module: nn.Module) -> nn.Parameter | None:
         """The bias in the module's matrix; None without one, or if it is frozen."""

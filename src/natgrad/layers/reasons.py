@@ -29,6 +29,11 @@ def why_plain(model: nn.Module, parameter_name: str) -> str:
     return f"{_computed(owner, weight)}{source}"
 
 
+def _names(hook: object) -> tuple[str, str]:
+    """What torch's weight_norm and spectral_norm, and its pruning, call the tensor."""
+    return getattr(hook, "name", ""), getattr(hook, "_tensor_name", "")
+
+
 def _computed(owner: nn.Module, tensor: str) -> str:
     """What torch's parametrisations, new or old, do to a tensor of a layer."""
     if parametrize.is_parametrized(owner):
@@ -38,6 +43,6 @@ def _computed(owner: nn.Module, tensor: str) -> str:
     else:
         name = type_name(type(owner))
         hooks = owner._forward_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
-        makers = (h for h in hooks if getattr(h, "name", None) == tensor)
+        makers = (h for h in hooks if tensor in _names(h))
     how = ", ".join(type(maker).__name__.strip("_") for maker in makers)
     return f"the {tensor} of its {name} is computed ({how or 'by hand'})"

@@ -1,8 +1,9 @@
 """A model's parameters as blocks, and what is said about those that fall silent."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +47,9 @@ def register(
     for block in blocks:
         block.rule = rule_for(block, parts_for(block, options, groups))
         block.spec = _with_forms(block.spec, block.rule)
-    if all(isinstance(b.rule, Plain) for b in blocks):
-        kinds = sorted({type(m).__name__ for m in model.modules()})
-        raise ValueError(
-            f"{type(model).__name__} has no trainable layer of a known kind among "
-            f"{', '.join(kinds)}. natgrad.register_layer(type, kind) adds one."
-        )
+    asked = any(not is_fallback(parts.rule) for parts in distinct)
+    if asked and not any(b.kind is not None for b in blocks):
+        _without_layers(model, all(isinstance(b.rule, Plain) for b in blocks))
     return blocks
 
 
@@ -100,6 +98,19 @@ def rule_for(block: Block, parts: Parts) -> Rule:
     return Kronecker(style=style)
 
 
+def _without_layers(model: nn.Module, is_idle: bool) -> None:
+    """Say so if a fallback trains all of a model; raise if there is nothing to do."""
+    kinds = sorted({type(m).__name__ for m in model.modules()})
+    found = (
+        f"{type(model).__name__} has no trainable layer of a known kind among "
+        f"{', '.join(kinds)}"
+    )
+    how = 'natgrad.register_layer(type, "linear", weight="kernel") adds one'
+    if is_idle:
+        raise ValueError(f"{found}. {how}.")
+    warnings.warn(f"{found}: all follow Adam's rule. {how}.", stacklevel=4)
+
+
 def statistics_like(blocks: list[Block]) -> Tensor:
     """An empty tensor of the dtype and device that statistics are kept in."""
     first = blocks[0].parameters[0]
@@ -141,6 +152,24 @@ def require_known(model: nn.Module, blocks: list[Block]) -> None:
                 f"{name} was added, frozen or unfrozen after registration. Must be "
                 "done before KFAC or SPNGD is made."
             )
+
+
+def require_inside(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise if a group has a parameter that is not one of the model's.
+
+    It would belong to no block, so that no step would ever change it.
+    """
+    known = {id(p) for p in model.parameters()}
+    for number, group in enumerate(groups):
+        params: Sequence[Tensor] = group["params"]
+        names = group.get("param_names", [f"number {i}" for i in range(len(params))])
+        for name, p in zip(names, params, strict=True):
+            if id(p) not in known:
+                raise ValueError(
+                    f"Parameter {name} of group {number}, of shape {tuple(p.shape)}, "
+                    f"is not one of this {type(model).__name__}'s. Must be: make it "
+                    "part of the model, or give it to an optimizer of its own."
+                )
 
 
 def _require_whole(model: nn.Module) -> None:

@@ -280,3 +280,14 @@ def test_rescaling_is_no_part_of_an_average_of_gradients() -> None:
         optimizer.step()
         near(optimizer.state[weight]["velocity"], 0.1 * gradient)
         near(weight.norm(), torch.tensor(6.0).double().sqrt(), rtol=1e-8)
+
+
+def test_weights_that_stand_in_for_the_model_s_do_not_disturb_it() -> None:
+    """As those of a functional call, from which gradients flow back to the model's."""
+    model, x, _ = made()
+    fast = {name: p - 0.1 * p for name, p in model.named_parameters()}
+    with KFAC(model, length=natgrad.Free(), refresh=Every()) as kfac:
+        loss_of(torch.func.functional_call(model, fast, (x,))).backward()
+        kfac.step()
+        ones = torch.cat((x, torch.ones(COUNT, 1).double()), 1)
+        near(kfac.statistic("layer/A")[0], second_moment(ones) / COUNT)

@@ -36,9 +36,10 @@ class Zoo(nn.Module):
 
 def table(kfac: natgrad.KFAC | natgrad.SPNGD) -> dict[str, list[str]]:
     """Cells by parameter name; the header and the summary left out."""
-    _, rule, *rows, _ = kfac.report().splitlines()
+    _, rule, *rows = kfac.report().splitlines()
     assert set(rule) == {"-"}
-    cells = [re.split(r"  +", row) for row in rows]
+    summary = next(i for i, row in enumerate(rows) if " blocks, " in row)
+    cells = [re.split(r"  +", row) for row in rows[:summary]]
     assert len({name for name, *_ in cells}) == len(cells)
     return {name: rest for name, *rest in cells}
 
@@ -94,7 +95,9 @@ def test_kind_or_reason(name: str, expected: list[str]) -> None:
 
 def test_cut_factors_are_reported() -> None:
     model = nn.Sequential(nn.Linear(9, 3), nn.Conv2d(4, 6, 3, groups=2))
-    rows = table(natgrad.KFAC(model, lr=1.0, largest_factor=5))
+    rows = table(
+        construct(natgrad.KFAC, model, length=natgrad.Free(), largest_factor=5)
+    )
     want = ["linear", "A 2x5, G 3", "144 B", "A kept as 2 diagonal blocks"]
     assert rows["0.weight"] == want
     assert rows["1.weight"][1] == "A 6x9, G 2x3"
@@ -118,11 +121,12 @@ def test_bytes_and_the_summary(style: Any) -> None:
     assert rows["0.weight"] == ["linear", "A 6, G 4", f"{8 * (21 + 10)} B"]
     assert rows["0.bias"] == ["linear", "A 6, G 4"]
     parameters = 6 * 4 + 5 * 3
-    summary = kfac.report().splitlines()[-1]
-    assert summary.startswith(
-        f"2 blocks, {parameters} of {parameters + 8} parameters preconditioned"
+    first, second = kfac.report().splitlines()[-2:]
+    assert first.startswith(
+        f"2 blocks, {parameters} of {parameters + 8} trained parameters preconditioned"
     )
-    assert f"{8 * (21 + 10 + 15 + 6)} B of statistics" in summary
+    assert f"{8 * (21 + 10 + 15 + 6)} B of statistics" in first
+    assert second == "8 parameters without a block keep their plain gradient."
     backward(model, 0)
     kfac.step()
     kept = [kfac.statistic(name) for name in kfac.refreshes()["statistics"]]
@@ -141,3 +145,77 @@ def test_print_shows_the_report() -> None:
 def test_large_sizes_have_units() -> None:
     model = nn.Linear(1023, 1, bias=False)
     assert "2.0 MiB" in natgrad.KFAC(model, length=natgrad.KLClip(lr=1.0)).report()
+
+
+# -- after the fact -------------------------------------------------------------------
+
+
+class Functional(nn.Module):
+    """Uses the weight of one of its layers without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.used = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.called(x))
+        return nn.functional.linear(x, self.used.weight, self.used.bias)
+
+
+@pytest.mark.filterwarnings("ignore:natgrad saw no forward")
+def test_a_layer_that_is_never_called_is_not_preconditioned() -> None:
+    model = Functional().double()
+    kfac = natgrad.KFAC(model, length=natgrad.KLClip(lr=1.0))
+    assert "2 blocks, 39 of 39 trained parameters" in kfac.report()
+    backward(model, 0)
+    kfac.step()
+    rows = table(kfac)
+    assert "used without statistics" in rows["used.weight"][-1]
+    assert "used without statistics" in rows["used.bias"][-1]
+    assert "1 blocks, 24 of 39 trained parameters" in kfac.report()
+
+
+def test_a_head_that_was_replaced_is_not_counted() -> None:
+    model = mlp()
+    kfac = natgrad.KFAC(model, length=natgrad.KLClip(lr=1.0))
+    model[3] = nn.Linear(4, 7).double()
+    rows = table(kfac)
+    assert rows["3.weight"] == [
+        "-",
+        "added or unfrozen since: make the optimizer after it",
+    ]
+    assert "1 blocks, 24 of 67 trained parameters" in kfac.report()
+    assert "not in the model any more: 3." in kfac.report()
+
+
+def test_frozen_weights_are_no_part_of_the_total() -> None:
+    """As of a model with adapters."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    report = natgrad.KFAC(model, length=natgrad.KLClip(lr=1.0)).report()
+    assert "1 blocks, 15 of 23 trained parameters" in report
+    assert "24 parameters are frozen." in report
+    model = mlp()
+    kfac = natgrad.KFAC(model, length=natgrad.KLClip(lr=1.0))
+    model[0].requires_grad_(False)
+    assert table(kfac)["0.weight"] == ["-", "frozen"]
+    assert "1 blocks, 15 of 23 trained parameters" in kfac.report()
+
+
+def test_it_says_what_the_rest_follows() -> None:
+    polar = natgrad.Polar(mlp(), lr=1.0).report()
+    assert "8 parameters without a block follow Adam's rule, at 0.2 of the" in polar
+    spngd = construct(natgrad.SPNGD, mlp(), lr=1.0, norm="skip").report()
+    assert "8 parameters without a block keep their plain gradient." in spngd
+
+
+def test_a_class_that_is_called_like_one_of_torch_s() -> None:
+    class LayerNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+    rows = table(
+        natgrad.KFAC(nn.Sequential(nn.Linear(3, 3), LayerNorm()), length=natgrad.Free())
+    )
+    assert rows["1.weight"] == ["-", f"{__name__}.LayerNorm is not a known layer"]

@@ -22,14 +22,9 @@ from torch import Tensor
 from natgrad_lab.errors import UserError
 from natgrad_lab.train import tree
 from natgrad_lab.train.files import sync_folder, write_whole
+from natgrad_lab.train.manifest import MANIFEST, CheckpointError, read_manifest
 from natgrad_lab.train.processes import World, is_connection
-from natgrad_lab.train.storage import (
-    CheckpointError,
-    Reader,
-    Writer,
-    dtype_of,
-    read_manifest,
-)
+from natgrad_lab.train.storage import Reader, Writer
 
 KEEP = 2
 LATEST = "latest"
@@ -197,14 +192,11 @@ class Checkpoints:
     def _read(self, name: str, wanted: Wanted) -> tuple[dict[str, Any], int]:
         """A state and the number of ranks that saved it."""
         manifest = read_manifest(self._folder / name)
-        tensors = {
-            key: each
-            for key, each in manifest["tensors"].items()
-            if wanted(tuple(map(str, each["path"])))
-        }
+        tensors = {k: each for k, each in manifest.tensors.items() if wanted(each.path)}
         reader = Reader(self._folder / name, tensors)
+        reader.require_files()
         state = {
-            key: torch.empty(each["size"], dtype=dtype_of(each))
+            key: torch.empty(each.size, dtype=each.torch_dtype)
             for key, each in tensors.items()
         }
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
@@ -213,19 +205,26 @@ class Checkpoints:
         except dcp.CheckpointException as error:
             raise CheckpointError(_reason(error)) from error
         state |= reader.whole
-        paths = {tuple(map(str, tensors[key]["path"])): state[key] for key in state}
-        loaded = tree.join(manifest["outline"], paths)
-        return {**loaded, "step": manifest["step"]}, manifest["world"]
+        paths = {tensors[key].path: state[key] for key in state}
+        try:
+            loaded = tree.join(manifest.outline, paths)
+        except (ValueError, RecursionError) as error:
+            told = f"{self._folder / name / MANIFEST} is damaged: {error}"
+            raise CheckpointError(told) from error
+        return {**loaded, "step": manifest.step}, manifest.world
 
     def _used(self, name: str, loaded: tuple[dict[str, Any], int], use: Use) -> str:
         """What a state that could be read is not used for, or an empty text."""
         try:
             use(*loaded)
-        except (UserError, ValueError, KeyError, RuntimeError) as error:
-            if is_connection(error):
-                raise
+        # a state that another program made may have anything in any place
+        except (UserError, ValueError, LookupError, TypeError, AttributeError) as error:
             told = str(error) if isinstance(error, UserError) else _reason(error)
             return f"{self._folder / name} does not fit: {told}"
+        except RuntimeError as error:
+            if is_connection(error):
+                raise
+            return f"{self._folder / name} does not fit: {_reason(error)}"
         return ""
 
     def _set_aside(self, names: list[str], problems: list[str], used: str) -> None:

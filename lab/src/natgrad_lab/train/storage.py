@@ -8,15 +8,15 @@ A checkpoint is a folder:
   not a tensor. JSON cannot run code, and tensors are read with ``weights_only=True``.
 """
 
-import hashlib
 import io
-import json
+import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import (
     SavePlanner,
     StorageReader,
 )
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -39,14 +40,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from natgrad_lab.train.files import sync_folder, write_whole
-
-KIND = "natgrad checkpoint"
-FORMAT = 2
-MANIFEST = "manifest.json"
-
-
-class CheckpointError(Exception):
-    """A checkpoint cannot be used. The message names the file and what is wrong."""
+from natgrad_lab.train.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Chunk,
+    Entry,
+    signed,
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,37 @@ class _Checked:
 
     place: Any
     crc: int
+
+
+class _Files(FileSystem):
+    """Knows why a file could not be written: torch says only that it could not."""
+
+    def __init__(self) -> None:
+        self.failures: list[OSError] = []
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with io.BufferedWriter(_File(path, self.failures)) as stream:
+            yield stream
+
+
+class _File(io.FileIO):
+    def __init__(self, path: str | os.PathLike[str], failures: list[OSError]) -> None:
+        super().__init__(path, "wb")
+        self._failures = failures
+
+    def write(self, b: Any) -> int:
+        try:
+            return super().write(b)
+        except OSError as error:
+            self._failures.append(error)
+            raise
 
 
 class Writer(FileSystemWriter):
@@ -71,6 +102,7 @@ class Writer(FileSystemWriter):
     ) -> None:
         super().__init__(folder, overwrite=True)
         self._folder, self._facts, self._commit = folder, facts, commit
+        self.fs = self._files = _Files()
 
     def set_up_storage_writer(
         self, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -82,7 +114,10 @@ class Writer(FileSystemWriter):
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> Future[list[WriteResult]]:
-        written = super().write_data(plan, planner).wait()
+        try:
+            written = super().write_data(plan, planner).wait()
+        except Exception as error:
+            raise self._files.failures[0] if self._files.failures else error from error
         checked: Future[list[WriteResult]] = Future()
         checked.set_result([self._checked(result) for result in written])
         return checked
@@ -98,7 +133,7 @@ class Writer(FileSystemWriter):
         plain = [replace(x, storage_data=x.storage_data.place) for x in everything]
         super().finish(metadata, [plain])
         content = {**self._facts, "tensors": _index(metadata, chunks)}
-        write_whole(self._folder / MANIFEST, _signed(content))
+        write_whole(self._folder / MANIFEST, signed(content))
         sync_folder(self._folder)
         self._commit()
 
@@ -131,52 +166,29 @@ def _chunk(
     }
 
 
-def _signed(content: dict[str, Any]) -> str:
-    text = json.dumps(content)
-    head = {"kind": KIND, "format": FORMAT, "digest": _digest(text)}
-    return json.dumps({**head, "content": text})
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds. Raises `CheckpointError` on anything unexpected."""
-    path = folder / MANIFEST
-    if (folder / "rank-0.pt").is_file():
-        raise CheckpointError(
-            f"{folder} has format 1 (one file a rank). Must be format {FORMAT}: "
-            "resume it with the natgrad that wrote it."
-        )
-    try:
-        head = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not isinstance(head, dict) or head.get("kind") != KIND:
-        raise CheckpointError(f"{path} is of another program. Must be a {KIND}.")
-    if head.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {head.get('format')}. Must be format {FORMAT}."
-        )
-    content = head.get("content")
-    if not isinstance(content, str) or _digest(content) != head.get("digest"):
-        raise CheckpointError(f"{path} is damaged: its digest does not match")
-    return json.loads(content)
-
-
 class Reader(StorageReader):
-    """Reads the files of a `Writer`, by a manifest that `read_manifest` returned.
+    """Reads the files of a `Writer`, by entries that `read_manifest` returned.
 
     ``whole`` collects tensors that were stored in one piece just as they were stored:
     a copy would lose their strides, and a resumed run would then round differently.
     """
 
-    def __init__(self, folder: Path, tensors: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, Entry]) -> None:
         self._folder, self._tensors = folder, tensors
         self.whole: dict[str, Tensor] = {}
+
+    def require_files(self) -> None:
+        """Raise if the files are too short, before memory is set aside for tensors."""
+        sizes: dict[str, int] = {}
+        for key, entry in self._tensors.items():
+            for chunk in entry.chunks:
+                path, end = self._folder / chunk.file, chunk.offset + chunk.length
+                if chunk.file not in sizes:
+                    sizes[chunk.file] = _size(path)
+                if sizes[chunk.file] < end:
+                    raise CheckpointError(
+                        f"{path} is truncated: {key} ends at byte {end}"
+                    )
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata({key: _stored(each) for key, each in self._tensors.items()})
@@ -200,7 +212,7 @@ class Reader(StorageReader):
                 zip(item.storage_offsets, item.lengths, strict=True)
             ):
                 piece = piece.narrow(dim, start, length)
-            if piece.shape == torch.Size(self._tensors[item.dest_index.fqn]["size"]):
+            if tuple(piece.shape) == self._tensors[item.dest_index.fqn].size:
                 self.whole[item.dest_index.fqn] = piece
             else:
                 target.copy_(piece)
@@ -211,24 +223,24 @@ class Reader(StorageReader):
 
     def _piece(self, index: MetadataIndex) -> Tensor:
         """A chunk as it was saved, checked."""
-        chunks = self._tensors[index.fqn]["chunks"]
-        chunk = next(c for c in chunks if torch.Size(c["offsets"]) == index.offset)
-        path, place = self._folder / chunk["file"], _Place(**_only(chunk, _Place))
+        entry = self._tensors[index.fqn]
+        chunk = next(c for c in entry.chunks if torch.Size(c.offsets) == index.offset)
+        path = self._folder / chunk.file
         try:
-            content = _bytes_at(path, place)
+            content = _bytes_at(path, chunk)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        if len(content) < place.length:
-            raise CheckpointError(
-                f"{path} is truncated: {index.fqn} ends at byte "
-                f"{place.offset + place.length}"
-            )
-        if zlib.crc32(content) != chunk["crc32"]:
+        if zlib.crc32(content) != chunk.crc32:
             raise CheckpointError(
                 f"{path} is damaged: the checksum of {index.fqn} does not match"
             )
         loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        return cast(Tensor, loaded)
+        if not _is_a(loaded, chunk, entry):
+            raise CheckpointError(
+                f"{path} is damaged: {index.fqn} is not a tensor of size "
+                f"{list(chunk.sizes)} and {entry.dtype}"
+            )
+        return loaded
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -238,31 +250,25 @@ class Reader(StorageReader):
         return Path(checkpoint_id).is_dir()
 
 
-@dataclass(frozen=True)
-class _Place:
-    offset: int
-    length: int
+def _is_a(loaded: Any, chunk: Chunk, entry: Entry) -> bool:
+    alike = isinstance(loaded, Tensor) and loaded.dtype == entry.torch_dtype
+    return alike and tuple(loaded.shape) == chunk.sizes
 
 
-def _only(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    return {name: values[name] for name in kind.__annotations__}
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _stored(each: dict[str, Any]) -> TensorStorageMetadata:
+def _stored(entry: Entry) -> TensorStorageMetadata:
     chunks = [
-        ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"]))
-        for c in each["chunks"]
+        ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
+        for c in entry.chunks
     ]
-    properties = TensorProperties(dtype=dtype_of(each))
-    return TensorStorageMetadata(properties, torch.Size(each["size"]), chunks)
-
-
-def dtype_of(each: dict[str, Any]) -> torch.dtype:
-    """The dtype of an entry of the manifest."""
-    found = getattr(torch, each["dtype"], None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"Unknown dtype {each['dtype']!r} in {MANIFEST}.")
-    return found
+    properties = TensorProperties(dtype=entry.torch_dtype)
+    return TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
 
 
 def _bytes_at(path: Path, place: Any) -> bytes:

@@ -5,7 +5,7 @@ that a rank holds, everything else is the same on all of them. `join` therefore 
 the outline of one rank and the tensors of all.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +30,9 @@ class _Absent:
 
 
 ABSENT = _Absent()
+TENSOR = {"$tensor": True}
+LONGEST = 2**20
+"""Items of a list: a wrong path must not fill the memory."""
 
 
 def split(tree: Any) -> tuple[Nested, Any]:
@@ -56,7 +59,7 @@ def _split(value: Any, tensors: Nested) -> Any:
 def _below(key: Any, item: Any, tensors: Nested) -> Any:
     if isinstance(item, Tensor | Rows):
         tensors[str(key)] = item
-        return {"$tensor": True}
+        return TENSOR
     inner: Nested = {}
     outline = _split(item, inner)
     if inner:
@@ -64,8 +67,19 @@ def _below(key: Any, item: Any, tensors: Nested) -> Any:
     return outline
 
 
+def leaves(outline: Any, path: Path = ()) -> Iterator[Path]:
+    """The paths of all tensors of an outline."""
+    if outline == TENSOR:
+        yield path
+    for key, item in _items(outline):
+        yield from leaves(item, (*path, str(key)))
+
+
 def join(outline: Any, tensors: Mapping[Path, Tensor]) -> Any:
-    """Undo `split`. A tensor that is not given is None, and left out of lists."""
+    """Undo `split`. A tensor that is not given is None, and left out of lists.
+
+    An outline that no `split` has made, or a path that leads nowhere, is a ValueError.
+    """
     tree = _decode(outline)
     for path, tensor in sorted(tensors.items(), key=lambda pair: _order(pair[0])):
         _put(tree, path, tensor)
@@ -77,29 +91,63 @@ def _order(path: Path) -> tuple[tuple[int, str], ...]:
     return tuple((int(key), "") if key.isdigit() else (-1, key) for key in path)
 
 
+def _items(outline: Any) -> list[tuple[Any, Any]]:
+    """What an outline's container holds; nothing if it is none."""
+    if isinstance(outline, list):
+        return list(enumerate(outline))
+    if not isinstance(outline, dict) or outline == TENSOR:
+        return []
+    if set(outline) == {"$tuple"}:
+        return _items(_listed(outline["$tuple"]))
+    if set(outline) == {"$items"}:
+        return [_pair(each) for each in _listed(outline["$items"])]
+    return list(outline.items())
+
+
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"Invalid items {value!r}. Must be a list.")
+    return value
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    if isinstance(value, list) and len(value) == 2:
+        key, item = value
+        if key is None or isinstance(key, bool | int | float | str):
+            return key, item
+    raise ValueError(f"Invalid item {value!r}. Must be a key and a value.")
+
+
 def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value == {"$tensor": True}:
+    if value == TENSOR:
         return ABSENT
+    if not isinstance(value, list | dict):
+        return value
+    items = [(key, _decode(item)) for key, item in _items(value)]
+    if isinstance(value, list):
+        return [item for _, item in items]
     if set(value) == {"$tuple"}:
-        return tuple(_decode(item) for item in value["$tuple"])
-    if set(value) == {"$items"}:
-        return {key: _decode(item) for key, item in value["$items"]}
-    return {key: _decode(item) for key, item in value.items()}
+        return tuple(item for _, item in items)
+    return dict(items)
 
 
 def _put(tree: Any, path: Path, tensor: Tensor) -> None:
     """Set a leaf; containers that this outline does not have are made."""
     for key, following in pairwise(path):
+        _require_container(tree, path)
         inner = _get(tree, key)
         if inner is None or inner is ABSENT:
             inner = [] if following.isdigit() else {}
             _set(tree, key, inner)
         tree = inner
+    _require_container(tree, path)
     _set(tree, path[-1], tensor)
+
+
+def _require_container(tree: Any, path: Path) -> None:
+    if not isinstance(tree, list | dict):
+        place = "/".join(path)
+        raise ValueError(f"{place} leads into a {type(tree).__name__}, no container")
 
 
 def _name(tree: Any, key: str) -> Any:
@@ -118,6 +166,8 @@ def _get(tree: Any, key: str) -> Any:
 def _set(tree: Any, key: str, value: Any) -> None:
     name = _name(tree, key)
     if isinstance(tree, list):
+        if not 0 <= name < LONGEST:
+            raise ValueError(f"Invalid index {name} of a list. Must be < {LONGEST}.")
         tree.extend([ABSENT] * (name + 1 - len(tree)))
     tree[name] = value
 
