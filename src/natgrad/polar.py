@@ -42,6 +42,7 @@ class Polar(SPNGD):
         average=AverageGradients(nesterov=True),
         decay=Decoupled(),
         lr=0.02,
+        weight_decay=0.01,
         momentum=0.8,
         damping=1.0,
         refresh=Every(statistics=5, inverses=5),
