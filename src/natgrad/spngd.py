@@ -245,8 +245,9 @@ class SPNGD(Inspectable, Optimizer):
                 average.follow(self.state, block.parameters[0], change)
 
     def _shrink(self, blocks: list[Block]) -> None:
-        """Decoupled decay, of weights that have factors."""
-        weights = {id(b.parameters[0]) for b in blocks if b.is_factored}
+        """Decoupled decay, of weights that have factors and are no tables."""
+        blocks = [b for b in blocks if b.is_factored and not b.is_table]
+        weights = {id(b.parameters[0]) for b in blocks}
         for group in self.param_groups:
             decayed = [p for p in group["params"] if id(p) in weights]
             if group["weight_decay"] and decayed:

@@ -141,19 +141,20 @@ def _file_reference(engine: "Engine", block: Block) -> dict[str, Any]:
     if not has_reference(block):
         return {}
     state = engine.references.states.get(block.name)
-    unknown = torch.tensor(float("nan"), dtype=torch.float64)
-    start = unknown if state is None else unknown.new_tensor(state.start)
+    unknown = engine.like.new_full((), float("nan"))
+    start = unknown if state is None else state.start
     filed: dict[str, Any] = {f"{block.name}{START}": start}
     if engine.gathered or engine.comm.rank in engine.plan.workers[block.name]:
-        size, steps = engine.like.new_full((), float("nan")), unknown
+        # a load fills both: they must not be one tensor
+        size, steps = unknown.clone(), torch.tensor(float("nan"))
         if state is not None and state.usual is not None:
-            size, steps = state.usual, unknown.new_tensor(state.steps)
+            size, steps = state.usual, torch.tensor(float(state.steps))
         filed[f"{block.name}{USUAL}"] = {"size": size, "steps": steps}
     return filed
 
 
 def _unfile_reference(start: Tensor, usual: Mapping[str, Tensor] | None) -> Any:
-    found: dict[str, Any] = {"start": float(start), "usual": None, "steps": 0}
+    found: dict[str, Any] = {"start": start, "usual": None, "steps": 0}
     if usual is not None and not usual["steps"].isnan():
         found |= {"usual": usual["size"], "steps": int(usual["steps"])}
     return found

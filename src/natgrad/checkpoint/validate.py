@@ -117,8 +117,8 @@ def _require_moment(where: str, entry: Any) -> None:
 
 def _require_reference(where: str, entry: Any) -> None:
     _require_keys(where, entry, ("start", "usual", "steps"))
-    _require_number(f"{where}.start", entry["start"])
     _require_count(f"{where}.steps", entry["steps"])
+    _require_tensors(f"{where}.start", [entry["start"]], [()])
     usual = [] if entry["usual"] is None else [entry["usual"]]
     _require_tensors(f"{where}.usual", usual, [()] * len(usual))
 

@@ -164,8 +164,7 @@ class LayerTrust(Length):
         if self.reference == "now":
             norms = list(weight_norms(blocks, like).unbind())
         else:
-            starts = tuple(sight.references.states[name].start for name in names)
-            norms = list(_vector(starts, like.dtype, like.device).unbind())
+            norms = [sight.references.states[name].start for name in names]
         for i, (b, update) in enumerate(zip(blocks, updates, strict=True)):
             if b.is_table:
                 weight = b.fold([b.parameters[0].detach()])

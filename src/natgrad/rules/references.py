@@ -40,7 +40,7 @@ class Reference:
         steps: how many gradients that is made of.
     """
 
-    start: float
+    start: Tensor
     usual: Tensor | None = None
     steps: int = 0
 
@@ -59,8 +59,7 @@ class References:
         """Note the norms of weights that are not known yet, in the first step all."""
         new = [b for b in blocks if b.name not in self.states and has_reference(b)]
         if new:
-            norms: list[float] = weight_norms(new, like).tolist()
-            for block, norm in zip(new, norms, strict=True):
+            for block, norm in zip(new, weight_norms(new, like).unbind(), strict=True):
                 self.states[block.name] = Reference(start=norm)
 
     def usual(self, names: Sequence[str], sizes: Tensor, memory: float) -> Tensor:
@@ -85,11 +84,13 @@ class References:
     def grown(self, blocks: Sequence[Block], like: Tensor) -> dict[str, float]:
         """By name, how many times its norm at the start a weight that runs away has."""
         known = [b for b in blocks if b.name in self.states]
-        norms: list[float] = weight_norms(known, like).tolist() if known else []
-        ratios = {
-            b.name: norm / max(self.states[b.name].start, LEAST_ROW * rows_of(b) ** 0.5)
-            for b, norm in zip(known, norms, strict=True)
-        }
+        if not known:
+            return {}
+        starts = stacked([self.states[b.name].start for b in known], like)
+        least = like.new_tensor([LEAST_ROW * rows_of(b) ** 0.5 for b in known])
+        found = weight_norms(known, like) / torch.maximum(starts, least)
+        numbers: list[float] = found.tolist()
+        ratios = dict(zip([b.name for b in known], numbers, strict=True))
         return {name: x for name, x in ratios.items() if not x <= RUNAWAY}
 
     def watch(self, step: int, blocks: Sequence[Block], like: Tensor) -> None:
@@ -122,14 +123,13 @@ class References:
         ours = {b.name for b in blocks}
         self.states = {
             name: Reference(
-                start=float(entry["start"]),
-                usual=None
-                if entry["usual"] is None
-                else entry["usual"].to(like, copy=True),
+                start=entry["start"].to(like, copy=True),
+                usual=None if usual is None else usual.to(like, copy=True),
                 steps=int(entry["steps"]),
             )
             for name, entry in saved.items()
             if name in ours
+            for usual in [entry["usual"]]
         }
 
     def gather(self, plan: Plan, comm: Communicator, like: Tensor) -> None:
