@@ -8,7 +8,7 @@ from natgrad import plan, schedules
 from natgrad.diagnostics import sinks
 from natgrad.distributed.communicator import CommOptions
 from natgrad.factors.budget import Budget
-from natgrad.factors.refresh import Adaptive, Every, Refresh, Scheduled
+from natgrad.factors.refresh import Adaptive, Every, Paced, Refresh, Scheduled
 from natgrad.kfac import KFAC
 from natgrad.layers import LayerKind, register_layer
 from natgrad.plan import hybrid
@@ -25,6 +25,7 @@ __all__ = [
     "CommOptions",
     "Every",
     "LayerKind",
+    "Paced",
     "Polar",
     "Refresh",
     "Scheduled",

@@ -15,14 +15,14 @@ from natgrad.distributed.communicator import CommOptions
 from natgrad.engine.auto import Profile
 from natgrad.engine.engine import Engine
 from natgrad.engine.users import Inspectable
-from natgrad.factors.refresh import Every, Refresh
+from natgrad.factors.refresh import Every, Paced, Refresh
 from natgrad.layers import Block
 from natgrad.layers.registration import require_known
 from natgrad.options import Curvature, require_number, style_for, trust_for
 from natgrad.plan import Strategy
 from natgrad.rules.lengths import kl_trust, layer_trust
 
-DEFAULT_REFRESH = Every(statistics=10, inverses=100)
+DEFAULT_REFRESH = Paced(Every(statistics=10, inverses=100))
 
 
 class KFAC(Inspectable):

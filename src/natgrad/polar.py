@@ -9,11 +9,11 @@ from torch import nn
 from natgrad import options
 from natgrad.distributed.communicator import CommOptions
 from natgrad.engine.auto import Profile
-from natgrad.factors.refresh import Every, Refresh
+from natgrad.factors.refresh import Every, Paced, Refresh
 from natgrad.plan import Strategy
 from natgrad.spngd import SPNGD
 
-DEFAULT_REFRESH = Every(statistics=5, inverses=5)
+DEFAULT_REFRESH = Paced(Every(statistics=5, inverses=5))
 
 
 class Polar(SPNGD):

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from natgrad.factors.pace import described, rates, refresh_seconds
 from natgrad.layers import Block
-from natgrad.plan.spec import StatisticSpec
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
@@ -28,12 +28,24 @@ def registration_table(engine: "Engine") -> str:
     size = sum(s.spec.packed for s in engine.statistics.states.values()) * element
     summary = (
         f"{blocks} blocks, {covered:,} of {total:,} parameters preconditioned, "
-        f"{_bytes(size)} of statistics."
+        f"{_bytes(size)} of statistics. {_expected(engine)}"
     )
     account = engine.statistics.account
     if account is not None:
         summary += f"\n{account.summary()['says']}"
     return f"{_table([HEADER, *rows])}\n{summary}"
+
+
+def _expected(engine: "Engine") -> str:
+    """What a refresh of everything will take, and what takes longest of it."""
+    statistics, plan = engine.statistics, engine.plan
+    seconds = refresh_seconds(plan.statistics, plan.owners, statistics.cost)
+    slowest = max(plan.statistics, key=statistics.cost.invert)
+    return (
+        f"Inverting all of them is expected to take {seconds:.2g} s, "
+        f"{statistics.cost.invert(slowest):.2g} s of it for {slowest.name} "
+        f"(built-in rates {rates(engine.like.device)})."
+    )
 
 
 def refresh_summary(engine: "Engine") -> dict[str, Any]:
@@ -66,17 +78,12 @@ def _row(
     if block.kind is None:
         return name, "-", "", "", block.reason
     specs = block.spec.statistics
-    sizes = ", ".join(_size(s) for s in specs)
+    sizes = ", ".join(f"{s.kind} {described(s)}" for s in specs)
     size = sum(s.packed for s in specs) * element
     cut = [f"{s.kind} kept as {s.parts} diagonal blocks" for s in specs if s.parts > 1]
     note = "; ".join((*cut, block.note) if block.note else cut)
     first = p is block.parameters[0]
     return name, block.kind.name, sizes, _bytes(size) if first else "", note
-
-
-def _size(s: StatisticSpec) -> str:
-    stack = f"{s.stack}x" if s.stack > 1 else ""
-    return f"{s.kind} {stack}{s.size}{' diagonal' if s.diagonal else ''}"
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

@@ -1,6 +1,7 @@
 """The statistics of all blocks: averaged, inverted, shared and applied when due."""
 
 import math
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ from natgrad.diagnostics.timer import Meter
 from natgrad.distributed.communicator import Communicator
 from natgrad.engine.agreement import Verdict
 from natgrad.factors.decompose import Findings, decompose, form_of
+from natgrad.factors.pace import built_in_cost, first_refresh, paces
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
@@ -30,7 +32,6 @@ from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.staleness import is_similar
 from natgrad.options import Curvature
 from natgrad.plan import Plan
-from natgrad.plan.cost import CostModel
 
 MAX_FAILURES = 3
 
@@ -70,7 +71,7 @@ class Statistics:
         self.step = 0
         self.seconds: dict[str, float] | None = None
         self.meter = meter
-        self._cost_model = CostModel(inverse=plan.inverse)
+        self.cost = built_in_cost(like.device, config)
         self.account = config.refresh.open_account(list(self.states), meter)
         self.changes: dict[str, Tensor] | None = None if self.account is None else {}
         self.last = Refreshed()
@@ -92,6 +93,7 @@ class Statistics:
         if self.account is not None:
             self.account.learn(verdict.facts, self.comm.world)
         due = self.due()
+        self._set_pace(verdict)
         estimated = self._estimate(due, sums, verdict)
         # A due statistic without a usable estimate is tried again in the next step,
         # and its inverse waits with it.
@@ -105,6 +107,7 @@ class Statistics:
             # of an S there is nothing to invert: it is used as soon as it is known
             and (s.timing.inverses_at <= self.step or name in moments)
         ]
+        self._announce(inverted)
         findings = self._invert([s for s in inverted if self._owns(s)])
         self._share_findings(inverted, findings)
         self._share_inverses([s for s in inverted if s.failures == 0])
@@ -115,6 +118,22 @@ class Statistics:
         self.config.damping_at(self.step)
         self.config.refresh.after_statistic(self.step, Timing())
         self.config.refresh.after_inverse(self.step, Timing())
+
+    def _set_pace(self, verdict: Verdict) -> None:
+        """When all are due: how often each may be inverted, if the policy asks."""
+        share = self.config.refresh.share_of_step()
+        if share is None or len(verdict.counts) < len(self.states):
+            return
+        found = paces(self.plan.blocks, verdict.counts, self.cost, share)
+        for name, interval in found.items():
+            self.states[name].timing.interval = interval
+
+    def _announce(self, inverted: list[StatisticState]) -> None:
+        """A line on stderr before inversions that take a while, the first time."""
+        fresh = [s.spec for s in inverted if not s.timing.inverted]
+        place = self.plan.owners, self.cost, self.like.device
+        if self.comm.rank == 0 and fresh and (line := first_refresh(fresh, *place)):
+            print(line, file=sys.stderr, flush=True)
 
     def damping_of(self, block: Block) -> float:
         """Lambda of a block at this step."""
@@ -220,7 +239,7 @@ class Statistics:
         if self.seconds is not None and len(mine) > 1:
             parts = [self._invert([s]) for s in mine]  # each is timed on its own
             return {name: found for part in parts for name, found in part.items()}
-        began, model = time.perf_counter(), self._cost_model
+        began, model = time.perf_counter(), self.cost
         with self.meter("invert", {s.spec.name: model.invert(s.spec) for s in mine}):
             findings = self._decompose(mine)
         if self.seconds is not None:
