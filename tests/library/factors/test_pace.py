@@ -10,7 +10,7 @@ from tests.support.toys import backward, mlp, sgd
 from torch import nn
 
 import natgrad
-from natgrad import KFAC, SPNGD, Every, Paced, Polar
+from natgrad import KFAC, SPNGD, Adaptive, Budget, Every, Paced, Polar
 from natgrad.factors import pace
 from natgrad.factors.pace import CORE, built_in_cost, paces, refresh_seconds
 from natgrad.layers import find_blocks
@@ -152,11 +152,9 @@ def test_defaults_follow_cost_and_what_is_given_is_obeyed() -> None:
         assert given.engine.config.refresh.share_of_step() is None
 
 
-@pytest.mark.parametrize(
-    "policy", [natgrad.Adaptive(), natgrad.Budget(), Paced(), 5, None]
-)
+@pytest.mark.parametrize("policy", [Adaptive(), Budget(), Paced(), 5, None])
 def test_what_cannot_be_paced_is_refused(policy: Any) -> None:
-    with pytest.raises(ValueError, match="Invalid policy=.*Must be Every"):
+    with pytest.raises(ValueError, match=r"Invalid policy=.*Must be Every"):
         Paced(policy)
 
 
