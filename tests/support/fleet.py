@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ RULES: dict[str, dict[str, Any]] = {
     "orthogonal": {"scale": "orthogonal", "damping_style": "relative"},
 }
 METHODS = ("spngd", "polar", "kfac", "kfac ddp")
-"""KFAC reduces gradients itself, as the others do, or leaves them to DDP."""
+"""Each reduces gradients itself, or leaves them to DDP: "spngd ddp" as well."""
 TIMEOUT = 30.0
 
 
@@ -89,15 +90,19 @@ class Fleet:
         self.model: Any = self.plain
         options["comm"] = natgrad.CommOptions(timeout=timeout, **comm or {})
         options.setdefault("refresh", natgrad.Every())
-        if method.startswith("kfac"):
-            if method.endswith("ddp"):
-                self.model = DistributedDataParallel(self.plain)
+        name, _, ddp = method.partition(" ")
+        if ddp:
+            limit = timedelta(seconds=timeout)
+            self.model = DistributedDataParallel(
+                self.plain, process_group=dist.new_group(timeout=limit)
+            )
+        if name == "kfac":
             self.optimizer: Any = torch.optim.SGD(
                 self.plain.parameters(), lr=lr, momentum=momentum
             )
             self.natural: Any = natgrad.KFAC(self.model, self.optimizer, **options)
         else:
-            kind = natgrad.SPNGD if method == "spngd" else natgrad.Polar
+            kind = {"spngd": natgrad.SPNGD, "polar": natgrad.Polar}[name]
             self.optimizer = kind(self.model, lr=lr, momentum=momentum, **options)
             self.natural = self.optimizer
         self.generator = torch.Generator().manual_seed(100 + rank)
