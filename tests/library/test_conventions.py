@@ -168,7 +168,8 @@ def leaves(kind: type) -> Iterator[type]:
 
 def test_every_option_is_documented_where_it_is_declared() -> None:
     parts = [p for kind in PARTS for p in leaves(kind) if "natgrad" in p.__module__]
-    for value in (natgrad.Options, *filter(dataclasses.is_dataclass, parts)):
+    kinds: list[Any] = [p for p in parts if dataclasses.is_dataclass(p)]
+    for value in (natgrad.Options, *kinds):
         text = inspect.getdoc(value) or ""
         declared = vars(value).get("__annotations__", {})
         own = [name for name in declared if name in options(value)]

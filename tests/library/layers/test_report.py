@@ -95,7 +95,7 @@ def test_kind_or_reason(name: str, expected: list[str]) -> None:
 def test_cut_factors_are_reported() -> None:
     model = nn.Sequential(nn.Linear(9, 3), nn.Conv2d(4, 6, 3, groups=2))
     rows = table(
-        construct(natgrad.KFAC, model, length=natgrad.KLClip(lr=1.0), largest_factor=5)
+        construct(natgrad.KFAC, model, length=natgrad.Free(), largest_factor=5)
     )
     want = ["linear", "A 2x5, G 3", "144 B", "A kept as 2 diagonal blocks"]
     assert rows["0.weight"] == want
