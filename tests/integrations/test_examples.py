@@ -93,9 +93,9 @@ def test_an_example_on_two_ranks(command: str) -> None:
     assert not second
 
 
-@pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun() -> None:
+    """With torchrun itself, which `make test` does in tests/faults/test_ranks.py."""
     path = ROOT / "examples" / "accumulation.py"
     done = subprocess.run(
         [sys.executable, *TORCHRUN, str(path)],

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import distributed as ranks
-from benchmarks import factors, memory, phases, predict, scaling, step_time, trace
+from benchmarks import (
+    factors,
+    images,
+    memory,
+    phases,
+    predict,
+    scaling,
+    step_time,
+    trace,
+)
 from benchmarks.cases import QUICK_CASES
 from benchmarks.common import (
     FULL,
@@ -23,8 +32,11 @@ from benchmarks.common import (
     turns,
 )
 from benchmarks.contenders import CYCLE, cycle, make_all
+from benchmarks.pictures import write_imagenet
 
 import natgrad
+from natgrad_lab.data.cache import Form, write_cache
+from natgrad_lab.data.imagenet import originals
 from natgrad_lab.simulate import modeltimes
 
 
@@ -86,6 +98,25 @@ def test_warm_up_is_not_counted_and_slow_peers_sit_out():
     samples = interleave([contender("SGD"), peer], seconds=0, least=3)
     assert len(samples["SGD", PLAIN]) == 3
     assert len(samples["peer", PLAIN]) == 1
+
+
+def test_images_are_compared_within_a_round():
+    before, now = sampled([8.0, 8.0, 80.0]), sampled([2.0, 2.0, 20.0])
+    row = images.row("ours", now, before, batch=4, threads=2)
+    assert (row["times_cpu"], row["times_wall"]) == (4.0, 4.0)
+    assert row["images_a_second"] == 2.0
+    assert row["cpu_ms"] == 1000.0
+    assert row["cores_for_a_step"] == pytest.approx(32_768 / 0.187)
+
+
+def test_every_way_to_make_a_batch_of_images_is_measured(tmp_path: Path):
+    write_imagenet(tmp_path, train=1, val=1, sizes=[(60, 80)])
+    splits, classes = originals(tmp_path)
+    write_cache(tmp_path / "cache", splits, classes, Form())
+    rows = images.measure(tmp_path, tmp_path / "cache", batch=2, threads=1, seconds=0)
+    assert [row["rounds"] for row in rows[1:]] == [2] * 6
+    assert all(row["cpu_ms"] > 0 for row in rows)
+    assert "The cache has 9.0 kB an image" in images.report(rows, 9000.0)
 
 
 def test_a_cycle_makes_the_kinds_of_steps_it_names():

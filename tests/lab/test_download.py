@@ -298,7 +298,11 @@ def test_too_large_archives_are_refused(limits, message, tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("content", [b"no archive", tar({"x": b"1" * 5000})[:-20]])
+@pytest.mark.parametrize(
+    "content",
+    [b"no archive", tar({"x": b"1" * 5000})[:-20]],
+    ids=["no archive", "cut"],
+)
 def test_damaged_archives_are_named(content, tmp_path):
     path = tmp_path / "a.tar.gz"
     path.write_bytes(content)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -248,15 +249,32 @@ def test_every_figure_of_the_paper_is_drawn(results: Results) -> None:
 @pytest.fixture(scope="module")
 def page(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("report")
-    write_results(results, out)
+    with pytest.MonkeyPatch.context() as patch:
+        # drawing is what takes time; `test_every_figure_is_written` has them all
+        patch.setattr("natgrad_lab.study.report.charts", some)
+        write_results(results, out)
     return out / "index.html"
 
 
-def test_files_of_a_report(page: Path, results: Results) -> None:
-    for chart in charts(results):
-        png = page.parent / "figures" / f"{chart.name}.png"
+def some(results: Results) -> list[Any]:
+    return charts(results)[::5]
+
+
+@pytest.mark.long
+def test_every_figure_is_written(results: Results, tmp_path: Path) -> None:
+    write_results(results, tmp_path)
+    require_figures(tmp_path / "figures", [chart.name for chart in charts(results)])
+
+
+def require_figures(folder: Path, names: list[str]) -> None:
+    for name in names:
+        png = folder / f"{name}.png"
         assert png.read_bytes().startswith(b"\x89PNG")
         assert "<svg" in png.with_suffix(".svg").read_text()
+
+
+def test_files_of_a_report(page: Path, results: Results) -> None:
+    require_figures(page.parent / "figures", [chart.name for chart in some(results)])
     for name in ("best", "targets", "robustness", "cost", "trials", "curves"):
         path = page.parent / "tables" / f"{name}.csv"
         with path.open() as file:

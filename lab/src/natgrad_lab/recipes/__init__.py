@@ -4,9 +4,8 @@ from difflib import get_close_matches
 
 from natgrad_lab.errors import UserError
 from natgrad_lab.recipes import (
-    cifar10,
+    cifar10_fashion,
     digits,
-    fashion,
     ma2019,
     osawa2019,
     osawa2020,
@@ -19,8 +18,7 @@ from natgrad_lab.recipes.recipe import Recipe
 
 FILES = (
     digits,
-    fashion,
-    cifar10,
+    cifar10_fashion,
     text,
     vit,
     osawa2019,

@@ -60,7 +60,7 @@ def listed(recipes: Sequence[Recipe], columns: int) -> Iterator[str]:
 def result(recipe: Recipe) -> str:
     """What its source reports and what was measured here; may be nothing."""
     said = [f"published: {recipe.published}"] if recipe.published else []
-    return "; ".join(said + [f"here: {recipe.measured}"] * bool(recipe.measured))
+    return "; ".join(said + [f"measured: {recipe.measured}"] * bool(recipe.measured))
 
 
 def _heading(recipe: Recipe) -> str:
