@@ -56,6 +56,9 @@ def problem(words: Sequence[str]) -> str | None:
     if program == "torchrun":
         asked = get_args_parser().parse_args(rest)
         return refused(asked.training_script_args) if asked.module else None
+    if program == "srun":  # what it launches begins at a program that is known
+        known = [i for i, word in enumerate(rest) if word in ("natgrad", "torchrun")]
+        return problem(rest[known[0] :]) if known else "launches nothing known"
     if program == "make":
         return None if rest and {*rest} <= {*TARGETS} else "no such target"
     if program == "python":
