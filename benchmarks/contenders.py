@@ -110,7 +110,7 @@ def _muon(model: nn.Module) -> Optimizer:
 # -- natgrad --------------------------------------------------------------------------
 
 
-def _kfac(style: str, basis: str = "exact") -> Maker:
+def _kfac(style: Any, basis: Any = "exact") -> Maker:
     def maker(case: Case, layout: str) -> Contender:
         model = case.model(layout)
         optimizer = _sgd(model)

@@ -33,10 +33,8 @@ def main() -> None:
     config = GPT2Config(vocab_size=VOCABULARY, **size, **ends)
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    options = {"loss": "tokens", "skip": ("transformer.wpe",)}
-    kfac = natgrad.KFAC(
-        model, optimizer, damping=0.1, options=replace(natgrad.KFAC.defaults, **options)
-    )
+    options = replace(natgrad.KFAC.defaults, skip=("transformer.wpe",))
+    kfac = natgrad.KFAC(model, optimizer, damping=0.1, loss="tokens", options=options)
     arguments = TrainingArguments(
         output_dir="runs/trainer",
         max_steps=50,

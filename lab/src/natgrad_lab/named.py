@@ -21,6 +21,7 @@ from natgrad import (
     KLClip,
     Kronecker,
     LayerTrust,
+    MuonLength,
     Orthogonal,
     Plain,
     Refresh,
@@ -32,7 +33,12 @@ Kinds = Mapping[str, Any]
 
 RULES: Kinds = {kind.name: kind for kind in (Kronecker, EKFAC, EigenAdam, Orthogonal)}
 FALLBACKS: Kinds = {kind.name: kind for kind in (Plain, Adam)}
-LENGTHS: Kinds = {"free": Free, "kl_clip": KLClip, "layer_trust": LayerTrust}
+LENGTHS: Kinds = {
+    "free": Free,
+    "kl_clip": KLClip,
+    "layer_trust": LayerTrust,
+    "muon": MuonLength,
+}
 AVERAGES: Kinds = {"updates": AverageUpdates, "gradients": AverageGradients}
 DECAYS: Kinds = {"coupled": Coupled, "decoupled": Decoupled, "rescaled": Rescaled}
 

@@ -220,7 +220,7 @@ class CurvatureConfig:
     anew."""
     beta2: float | None = None
     """Decay of the second moments of eigen_adam and adam."""
-    length: Literal["free", "kl_clip", "layer_trust"] | None = None
+    length: Literal["free", "kl_clip", "layer_trust", "muon"] | None = None
     """How long a step is."""
     kappa: float | None = None
     """Of the KL clip (Pauloski et al. 2020, eq. 18)."""
