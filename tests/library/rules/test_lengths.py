@@ -112,7 +112,7 @@ def test_norms_do_not_run_away_at_a_constant_rate(norm: bool) -> None:
     """A part of the norm now is over 100 times that at the start after 200 steps."""
     model, optimizer, losses = separable(200, lambda m: Polar(m, lr=0.1), norm=norm)
     first: Any = model[0]
-    assert float(first.weight.norm()) < 50
+    assert float(first.weight.detach().norm()) < 50
     assert sum(losses[-20:]) / 20 < 0.3 * losses[0]
     assert optimizer.health()["grown"] == {}
 
@@ -166,7 +166,7 @@ def test_without_memory_and_with_the_norm_now_it_is_lars() -> None:
 
 
 def test_lengths_refuse_what_they_cannot_be() -> None:
-    with pytest.raises(ValueError, match="Invalid reference='then'. Must be"):
+    with pytest.raises(ValueError, match=r"Invalid reference='then'\. Must be"):
         LayerTrust(reference="then")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"Invalid memory=1.0. Must be in \[0, 1\)"):
         LayerTrust(memory=1.0)
@@ -277,12 +277,9 @@ class Vae(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.encode, self.mean, self.spread = (
-            nn.Linear(16, 24),
-            nn.Linear(24, 4),
-            nn.Linear(24, 4),
-        )
-        self.decode, self.out = nn.Linear(4, 24), nn.Linear(24, 16)
+        self.encode = nn.Linear(32, 32)
+        self.mean, self.spread = nn.Linear(32, 6), nn.Linear(32, 6)
+        self.decode, self.out = nn.Linear(6, 32), nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h = self.encode(x).relu()
@@ -291,17 +288,16 @@ class Vae(nn.Module):
         return self.out(self.decode(z).relu()).sigmoid(), mean, spread
 
 
-def vae_losses(rate: float, steps: int = 80, **options: Any) -> list[float]:
+def vae_losses(rate: float, steps: int = 60, **options: Any) -> list[float]:
     """Of each example, with the loss summed as in torch's own example."""
     model = Vae()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     known: dict[str, Any] = {"damping": 1e-2, "loss": "sum", "refresh": Every(1, 10)}
     construct(natgrad.KFAC, model, optimizer, **{**known, **options})
     source, losses = torch.Generator().manual_seed(1), list[float]()
-    pattern = torch.rand(4, 16, generator=source)
+    mixed = 1.5 * torch.randn(5, 32, generator=source)
     for _ in range(steps):
-        at = torch.randint(4, (32,), generator=source)
-        x = (pattern[at] + 0.1 * torch.randn(32, 16, generator=source)).clamp(0, 1)
+        x = (torch.randn(32, 5, generator=source) @ mixed).sigmoid()
         optimizer.zero_grad()
         y, mean, spread = model(x)
         loss = F.binary_cross_entropy(y, x, reduction="sum")
@@ -315,8 +311,9 @@ def vae_losses(rate: float, steps: int = 80, **options: Any) -> list[float]:
 @pytest.mark.parametrize("rate", [1e-3, 1e-1])
 @pytest.mark.parametrize("style", ["eigen", "factored"])
 def test_stale_inverses_do_not_make_a_vae_diverge(rate: float, style: Any) -> None:
+    """Taken for fresh, the loss is seven times the first one after 60 steps."""
     losses = vae_losses(rate, rule=natgrad.Kronecker(style=style))
-    assert max(losses) < 1.5 * losses[0]
+    assert max(losses) < 1.1 * losses[0]
     assert losses[-1] < losses[0]
 
 
