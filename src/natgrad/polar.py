@@ -21,23 +21,28 @@ class Polar(SPNGD):
 
         W W^T = (A + damping a I)^-1        a root of the damped inverse, by Cholesky
         U     = polar(V W) W^T              all singular values of V W become 1
-        w    <- w - lr |w| U / |U|          a learning rate of 0.02 changes w by 2%
+        w    <- w - lr f |w0| U / |U|       w0 is the weight that training began with
 
+    A learning rate of 0.02 moves w by 2% of what it was at the start. f is 1 as long as
+    gradients have their usual size, and falls with gradients that vanish (`LayerTrust`
+    and `natgrad.math.rules.fading`), so that a constant rate trains to the end.
     Biases without a weight, normalisation layers and parameters of unknown layers
     follow Adam's rule with a fifth of the learning rate. No gradient statistic is
     estimated. ::
 
-        optimizer = natgrad.Polar(model, lr=0.1)
+        optimizer = natgrad.Polar(model)  # lr=0.02
 
     It is `SPNGD` with other options, ``Polar.defaults``, and takes the same arguments.
     """
 
     defaults: ClassVar[Options] = Options(
         rule=Orthogonal(sides="inputs"),
-        fallback=Adam(rate=0.2),
+        fallback=Adam(rate=0.2, beta2=0.999),
         length=LayerTrust(),
         average=AverageGradients(nesterov=True),
         decay=Decoupled(),
+        lr=0.02,
+        weight_decay=0.01,
         momentum=0.8,
         damping=1.0,
         refresh=Every(statistics=5, inverses=5),

@@ -178,18 +178,21 @@ class SPNGD(Inspectable, Optimizer):
         """Gradients with coupled weight decay, and what momentum makes of them."""
         gradients = self._decayed(gradients)
         parts, averages = self.engine.parts, dict[int, Tensor]()
+        left, noise = dict[int, float](), dict[str, float]()
         averaged = {n: g for n, g in gradients.items() if parts[n].average.keeps_mass}
         for group, average, params, grads in self._by_group(averaged):
             m = float(group["momentum"])
             found = average.directions(self.state, params, grads, m)
             averages |= {id(p): x for p, x in zip(params, found, strict=True)}
+            left |= dict.fromkeys(map(id, params), average.noise(m))
         directions = dict(gradients)
         for name in averaged:
             block = self.engine.block[name]
             if not block.is_foreign:
                 means = [averages[id(p)] for p in block.parameters]
                 directions[name] = block.fold(means)
-        return Directions(directions=directions, gradients=gradients)
+                noise[name] = left[id(block.parameters[0])]
+        return Directions(directions=directions, gradients=gradients, noise=noise)
 
     def learning_rate(self, names: Sequence[str]) -> float:
         """The largest of these blocks' groups, for the KL clip."""
@@ -242,8 +245,9 @@ class SPNGD(Inspectable, Optimizer):
                 average.follow(self.state, block.parameters[0], change)
 
     def _shrink(self, blocks: list[Block]) -> None:
-        """Decoupled decay, of weights that have factors."""
-        weights = {id(b.parameters[0]) for b in blocks if b.is_factored}
+        """Decoupled decay, of weights that have factors and are no tables."""
+        blocks = [b for b in blocks if b.is_factored and not b.is_table]
+        weights = {id(b.parameters[0]) for b in blocks}
         for group in self.param_groups:
             decayed = [p for p in group["params"] if id(p) in weights]
             if group["weight_decay"] and decayed:

@@ -19,6 +19,7 @@ def save(engine: "Machinery") -> dict[str, Any]:
         **saved_state.save(states, engine.step),
         "rules": {b.name: b.rule.spec() for b in engine.blocks},
         "moments": engine.moments.save(),
+        "references": engine.references.save(),
         "budget": None if account is None else account.state_dict(),
         "skipped_steps": engine.skipped_steps,
     }
@@ -33,6 +34,8 @@ def load(engine: "Machinery", state: Mapping[str, Any]) -> None:
     moments = engine.moments.loaded(state["moments"], engine.blocks, dtype)
     statistics.step = saved_state.load(statistics.states, state, engine.like, dtype)
     engine.moments.states = moments
+    # older states have none: lengths begin with the weights as they are now
+    engine.references.load(state.get("references", {}), engine.blocks, engine.like)
     # older states do not say
     engine.skipped_steps = int(state.get("skipped_steps", 0))
     if statistics.account is not None and state.get("budget"):

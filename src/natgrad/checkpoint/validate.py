@@ -41,6 +41,8 @@ def require_state(state: Any, engine: "Machinery", part: Sequence[Any]) -> None:
         _require_count(f"calls[{name!r}]", count)
     for name, entry in _dict("moments", state["moments"]).items():
         _require_moment(f"moments[{name!r}]", entry)
+    for name, entry in _dict("references", state.get("references", {})).items():
+        _require_reference(f"references[{name!r}]", entry)
     for name, entry in _dict("statistics", state["statistics"]).items():
         if name in engine.statistics.states:
             _require_statistic(engine, name, entry)
@@ -111,6 +113,14 @@ def _require_moment(where: str, entry: Any) -> None:
     ok = isinstance(square, Tensor) and square.is_floating_point()
     if not ok or not bool((square.isfinite() & (square >= 0)).all()):
         _refuse(f"{where}.square", square, "a finite tensor >= 0")
+
+
+def _require_reference(where: str, entry: Any) -> None:
+    _require_keys(where, entry, ("start", "usual", "steps"))
+    _require_count(f"{where}.steps", entry["steps"])
+    _require_tensors(f"{where}.start", [entry["start"]], [()])
+    usual = [] if entry["usual"] is None else [entry["usual"]]
+    _require_tensors(f"{where}.usual", usual, [()] * len(usual))
 
 
 def _require_budget(budget: Any) -> None:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from natgrad.engine.agreement import Verdict, gradient_norm, reach_verdict
 from natgrad.engine.machinery import Machinery
 from natgrad.engine.step import Directions, Update, Updates
 from natgrad.factors.averages import Refreshed
+from natgrad.factors.growth import growths
 from natgrad.layers.registration import (
     shape_of,
     warn_silent,
@@ -43,6 +45,7 @@ class Engine(Machinery):
                 return False
             gradients = verdict.among(gradients)
             self.refresh(sums, verdict, gradients)
+            self.references.begin(self.blocks, self.like)
             given = update.directions(gradients)
             updates = self.precondition(given)
             updates, clips = self.measured(updates, given, update)
@@ -151,6 +154,9 @@ class Engine(Machinery):
                 # several ranks may work on a block: the first counts it
                 first=frozenset(name for name in mine if workers[name][0] == rank),
                 total=self.comm.agree,
+                noise=given.noise,
+                growth=partial(growths, self.statistics, given.directions),
+                references=self.references,
             )
             mine = length.scaled(mine, sight)
             clip = length.clip(mine, sight)
@@ -186,6 +192,8 @@ class Engine(Machinery):
             warn_silent(self.blocks, self.capture.fired, self.options)
         if self.probe is not None:
             self.probe.finish()
+        if self.comm.rank == 0:
+            self.references.watch(self.step, self.blocks, self.like)
         self.statistics.step += 1
         self.comm.end_step()
         if self.gathered:

@@ -34,6 +34,7 @@ from natgrad.layers.registration import (
 from natgrad.options import Options
 from natgrad.plan import Plan
 from natgrad.rules.preconditioner import Preconditioner
+from natgrad.rules.references import References
 
 
 class Machinery:
@@ -102,6 +103,7 @@ class Machinery:
         self.statistics.seconds = {} if self._planning.measures else None
         self.preconditioner = Preconditioner(self.statistics)
         self.moments = self.preconditioner.moments
+        self.references = References()
         self.capture = Capture(
             self.model,
             self.blocks,
@@ -155,11 +157,13 @@ class Machinery:
         eigen = frozenset(name for name, s in states.items() if is_eigen(s))
         gather([*states.values()], self.plan, self.comm, self.like, eigen=eigen)
         self.moments.gather(self.blocks, self.plan, self.comm, self.like)
+        self.references.gather(self.plan, self.comm, self.like)
         self.gathered = True
 
     def _release(self) -> None:
         release([*self.statistics.states.values()], self.plan, self.comm.rank)
         self.moments.release(self.plan, self.comm.rank)
+        self.references.release(self.plan, self.comm.rank)
         self.gathered = False
 
     def _replan(self) -> None:

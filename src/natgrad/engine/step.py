@@ -1,7 +1,7 @@
 """What one stage of a step hands on to the next, and what an optimizer adds to it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -14,10 +14,13 @@ class Directions:
     Attributes:
         directions: what they scale: gradients, or running averages of them.
         gradients: this step's gradients, as the optimizer wants them to count.
+        noise: the part that is left in a direction of gradients that are only noise, by
+            block name; 1 where none is given.
     """
 
     directions: dict[str, Tensor]
     gradients: dict[str, Tensor]
+    noise: Mapping[str, float] = field(default_factory=lambda: dict[str, float]())
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,8 @@ class Averages:
         assert s.average is not None
         return unflatten(s.average, s.spec.stack, s.spec.size, s.spec.diagonal)
 
-    def _owns(self, s: StatisticState) -> bool:
+    def owns(self, s: StatisticState) -> bool:
+        """Whether this rank keeps and inverts it."""
         return self.plan.owners[s.spec.name] == self.comm.rank
 
     def _rule(self, s: StatisticState) -> Rule:
@@ -154,7 +155,7 @@ class Averages:
             scale = self._scale(s, verdict) / s.spec.eigenvalues
             mean = verdict.traces[s.spec.name] * scale
             s.mean_eigenvalue = old * s.mean_eigenvalue + new * mean
-        mine = [s for s in usable if self._owns(s)]
+        mine = [s for s in usable if self.owns(s)]
         for s in mine:
             sums[s.spec.name].mul_(self._scale(s, verdict))
         if self.changes is not None:
@@ -168,7 +169,7 @@ class Averages:
         self, due: list[StatisticState], gradients: Mapping[str, Tensor]
     ) -> list[StatisticState]:
         """Those of the weight's own gradient, on their owners, who are workers."""
-        mine = [s for s in due if self._owns(s)]
+        mine = [s for s in due if self.owns(s)]
         found = {
             s.spec.name: own_moment(
                 gradients[s.spec.block],

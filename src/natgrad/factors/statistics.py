@@ -58,7 +58,7 @@ class Statistics(Averages):
             # of an S there is nothing to invert: it is used as soon as it is known
             and (s.timing.inverses_at <= self.step or name in moments)
         ]
-        findings = self._invert([s for s in inverted if self._owns(s)])
+        findings = self._invert([s for s in inverted if self.owns(s)])
         self._share_findings(inverted, findings)
         self._share_inverses([s for s in inverted if s.failures == 0])
         self._advance(estimated, inverted)
@@ -164,7 +164,7 @@ class Statistics(Averages):
             "share_inverses", names, self.like.dtype, self.like.device
         )
         for s in states:
-            if self._owns(s) and s.inverse is not None:
+            if self.owns(s) and s.inverse is not None:
                 flight.put(s.spec.name, pack(s.inverse, self.form(s)))
         # in half precision an owner gets its own back, rounded as others see it
         for name, flat in flight.finish().items():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from natgrad.math import foreach
+from natgrad.math.rules import averaged_noise
 from natgrad.math.statistics import widen
 
 VELOCITY, MASS = "velocity", "mass"
@@ -51,6 +52,10 @@ class Average:
     ) -> Sequence[Tensor]:
         """What the rule is given, from the gradients of parameters."""
         return gradients
+
+    def noise(self, momentum: float) -> float:
+        """What is left in a direction of gradients that are only noise, as a part."""
+        return 1.0
 
     def move(
         self,
@@ -126,6 +131,10 @@ class AverageGradients(Average):
             foreach.add_(velocity, gradients, 1 - m)
             masses = [m * mass + 1 - m for mass in masses]
         return foreach.divided(velocity, masses)
+
+    def noise(self, momentum: float) -> float:
+        """That of a long average."""
+        return averaged_noise(momentum, self.nesterov)
 
     def move(
         self,

@@ -30,7 +30,8 @@ class Coupled(Decay):
 class Decoupled(Decay):
     """A step takes lr times ``weight_decay`` of the weight away.
 
-    Biases, norms and parameters without a layer keep theirs.
+    Biases, norms and parameters without a layer keep theirs; so do embeddings, of which
+    rows that are seldom read would fade.
     """
 
     coupled = False

@@ -12,8 +12,9 @@ from torch import Tensor
 from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.precondition import kl_scale
-from natgrad.math.rules import moving_part, trust_ratio
+from natgrad.math.rules import fading, moving_part, trust_ratio
 from natgrad.requiring import require_choice, require_number
+from natgrad.rules.references import References, rows_of, stacked, weight_norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,10 @@ class Sight:
         first: names of the blocks of which this rank is the first worker, so that a sum
             over ranks counts each once.
         total: a sum over all ranks, collective.
+        noise: what is left in a direction of gradients that are only noise, by name.
+        growth: of updates, the logarithm of how much more curvature there is along them
+            than the inverses knew, by name; of factors that this rank owns.
+        references: what lengths are measured by.
     """
 
     blocks: Mapping[str, Block]
@@ -38,6 +43,9 @@ class Sight:
     lr: float
     first: frozenset[str]
     total: Callable[[Tensor], Tensor]
+    noise: Mapping[str, float]
+    growth: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    references: References
 
 
 class Length:
@@ -61,7 +69,11 @@ class Free(Length):
 class KLClip(Length):
     """All updates are scaled down so that their KL divergence is at most ``kappa``.
 
-    Pauloski et al., eq. 18. For natural gradients only.
+    Pauloski et al., eq. 18, where the product of update u and gradient stands for
+    ``u^T F u``. With inverses of an earlier F that is too small where the curvature
+    along u has grown since, so it is multiplied by the growth. The bound is of the
+    preconditioned gradient: what momentum adds to it later is not counted. For natural
+    gradients only.
 
     Attributes:
         kappa: the bound, > 0.
@@ -78,43 +90,100 @@ class KLClip(Length):
 
     def clip(self, updates: Mapping[str, Tensor], sight: Sight) -> Tensor | None:
         """nu of eq. 18."""
+        zero, growth = sight.like.new_zeros(()), sight.growth(updates)
+        layers = [n for n, block in sight.blocks.items() if block.kind is not None]
         products = [
             torch.dot(updates[name].flatten(), sight.directions[name].flatten()).abs()
-            for name in updates
-            if sight.blocks[name].kind is not None and name in sight.first
+            if name in sight.first
+            else zero
+            for name in layers
         ]
-        total = sight.total(sum(products, start=sight.like.new_zeros(1)))[0]
+        growths = [growth.get(name, zero) for name in layers]
+        known = sight.total(stacked([*products, *growths], sight.like))
+        total = (known[: len(layers)] * known[len(layers) :].exp()).sum()
         return kl_scale(total, self.kappa, sight.lr if self.lr is None else self.lr)
+
+
+ReferenceNorm = Literal["start", "now"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTrust(Length):
-    """Each layer's update gets the norm of its weight and bias (LARS).
+    """Each layer's update gets the norm that its weight and bias began with.
 
-    A learning rate of 0.01 then changes every layer by 1%; of an embedding, the rows
-    that were read. So too the updates of matrices without a layer that follow Adam's
-    rule; norms and vectors keep theirs. A layer whose gradients of this step are zero
-    stays where it is: the ratio would make up for it that its average fades.
+    A learning rate of 0.01 then moves every layer by 1% of that norm; of an embedding,
+    the rows that were read. So too the updates of matrices without a layer that follow
+    Adam's rule; norms and vectors keep theirs. A layer whose gradients of this step are
+    zero stays where it is: the ratio would make up for it that its average fades.
+
+    Attributes:
+        reference: the norm of the weight at the ``"start"`` of training, or ``"now"``,
+            as LARS has it. Steps that are a part of the norm now make it grow
+            geometrically, unless the learning rate falls to zero soon enough.
+        memory: steps shorten where gradients are small beside what they usually are:
+            this is the decay of the running mean of their squared norms, in [0, 1). It
+            counts all of them alike until there are more than it holds. None: every
+            step has its whole length.
     """
 
+    reference: ReferenceNorm = "start"
+    memory: float | None = 0.999
+
+    def __post_init__(self) -> None:
+        require_choice("reference", self.reference, get_args(ReferenceNorm))
+        if self.memory is not None:
+            legal = "in [0, 1), or None"
+            require_number("memory", self.memory, legal, low=0.0, below=1.0)
+
     def scaled(self, updates: dict[str, Tensor], sight: Sight) -> dict[str, Tensor]:
-        """``u |w| / |u|``."""
-        rows = {name: _rows(sight.blocks[name]) for name in updates}
+        """``u |w| / |u|``, times what is left of the length where gradients vanish."""
+        rows = {name: rows_of(sight.blocks[name]) for name in updates}
         names = [name for name in updates if rows[name]]
         if not names:
             return updates
-        like, gradients = sight.like, sight.gradients
-        sizes = _stacked(foreach.norms([updates[name] for name in names]), like)
-        peaks = _stacked(foreach.peaks([gradients[name] for name in names]), like)
-        counts = _vector(tuple(rows[n] for n in names), sizes.dtype, sizes.device)
-        blocks = [sight.blocks[name] for name in names]
-        norms, shares = _weight_norms(blocks, updates, like)
-        ratios = trust_ratio(norms, sizes, counts * shares)
-        ratios = torch.where(peaks > 0, ratios, 0.0)
         chosen = [updates[name] for name in names]
+        gradients = [sight.gradients[name] for name in names]
+        sizes = stacked(foreach.norms(chosen), sight.like)
+        peaks = stacked(foreach.peaks(gradients), sight.like)
+        counts = _vector(tuple(rows[n] for n in names), sizes.dtype, sizes.device)
+        norms, shares = self._norms(chosen, names, sight)
+        ratios = trust_ratio(norms, sizes, counts * shares)
+        if self.memory is not None:
+            ratios = ratios * self._fading(gradients, names, sight)
+        ratios = torch.where(peaks > 0, ratios, 0.0)
         factors = [r.to(u) for r, u in zip(ratios.unbind(), chosen, strict=True)]
         scaled = foreach.multiplied(chosen, factors)
         return updates | dict(zip(names, scaled, strict=True))
+
+    def _norms(
+        self, updates: Sequence[Tensor], names: Sequence[str], sight: Sight
+    ) -> tuple[Tensor, Tensor]:
+        """What the norms of updates are to be, and which share of each weight moves."""
+        blocks, like = [sight.blocks[name] for name in names], sight.like
+        shares = [like.new_ones(())] * len(blocks)
+        if self.reference == "now":
+            norms = list(weight_norms(blocks, like).unbind())
+        else:
+            norms = [sight.references.states[name].start for name in names]
+        for i, (b, update) in enumerate(zip(blocks, updates, strict=True)):
+            if b.is_table:
+                weight = b.fold([b.parameters[0].detach()])
+                moving, shares[i] = moving_part(weight, update)
+                # of rows that were not looked at when training began, the usual norm
+                past = norms[i] * shares[i].sqrt()
+                norms[i] = moving if self.reference == "now" else past
+        return stacked(norms, like), stacked(shares, like)
+
+    def _fading(
+        self, gradients: Sequence[Tensor], names: Sequence[str], sight: Sight
+    ) -> Tensor:
+        assert self.memory is not None
+        sizes = stacked(foreach.norms(gradients), sight.like)
+        usual = sight.references.usual(names, sizes, self.memory)
+        noise = tuple(sight.noise.get(name, 1.0) for name in names)
+        directions = [sight.directions[name] for name in names]
+        lengths = stacked(foreach.norms(directions), sight.like)
+        return fading(lengths, usual, _vector(noise, usual.dtype, usual.device))
 
 
 Adjust = Literal["original", "match_rms_adamw"]
@@ -162,43 +231,9 @@ class MuonLength(Length):
         return 0.2 * math.sqrt(max(rows, cols))
 
 
-def _rows(block: Block) -> int:
-    """How many outputs the weight has; 0: its update keeps its length."""
-    if block.is_factored:
-        return block.spec.stack * block.spec.rows
-    dims = [size for size in block.parameters[0].shape if size > 1]
-    is_matrix = block.kind is None and len(dims) > 1
-    return dims[0] if is_matrix and block.rule.adapts else 0
-
-
-def _stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.stack([x.to(like) for x in numbers])
-
-
 @lru_cache(maxsize=64)
 def _vector(
-    values: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    values: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Kept: to copy numbers to a GPU is to wait for it."""
     return torch.tensor(values, dtype=dtype, device=device)
-
-
-def _weight_norms(
-    blocks: Sequence[Block], updates: Mapping[str, Tensor], like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Of each block's weight and bias together, and which share of it moves.
-
-    Each rank has the whole weight, whoever else works on the block.
-    """
-    weights = foreach.norms([b.parameters[0].detach() for b in blocks])
-    biases = [b.parameters[-1].detach() for b in blocks if len(b.parameters) > 1]
-    found = iter(foreach.norms(biases) if biases else [])
-    one, zero = like.new_ones(()), like.new_zeros(())
-    bias = [next(found) if len(b.parameters) > 1 else zero for b in blocks]
-    shares = [one] * len(blocks)
-    for i, b in enumerate(blocks):
-        if b.is_table:
-            weight = b.fold([b.parameters[0].detach()])
-            weights[i], shares[i] = moving_part(weight, updates[b.name])
-    norms = torch.hypot(_stacked(weights, like), _stacked(bias, like))
-    return norms, _stacked(shares, like)
