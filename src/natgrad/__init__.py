@@ -8,7 +8,7 @@ from natgrad import plan, schedules
 from natgrad.diagnostics import sinks
 from natgrad.distributed.options import CommOptions
 from natgrad.factors.budget import Budget
-from natgrad.factors.refresh import Adaptive, Every, Refresh, Scheduled
+from natgrad.factors.refresh import Adaptive, Every, Paced, Refresh, Scheduled
 from natgrad.kfac import KFAC
 from natgrad.layers import LayerKind, register_layer
 from natgrad.options import Options
@@ -51,6 +51,7 @@ __all__ = [
     "MuonLength",
     "Options",
     "Orthogonal",
+    "Paced",
     "Plain",
     "Polar",
     "Refresh",

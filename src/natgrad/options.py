@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from natgrad.distributed.options import CommOptions
 from natgrad.factors.budget import Budget
-from natgrad.factors.refresh import Every, Refresh
+from natgrad.factors.refresh import Every, Paced, Refresh
 from natgrad.plan import Strategy
 from natgrad.requiring import require_choice, require_count, require_number
 from natgrad.rules.averages import Average, AverageUpdates
@@ -73,7 +73,7 @@ class Options:
         damping: lambda, added to the Fisher: a number >= 0, or a function of the
             step (counted from 0).
         refresh: when statistics are estimated and inverted: `Every`, `Scheduled`,
-            `Adaptive` or `Budget`.
+            `Paced`, `Adaptive` or `Budget`.
         factor_decay: weight of the old value in the running average of a statistic, in
             [0, 1]. 0 keeps only the newest estimate; 1 forgets nothing, which makes it
             a sum instead of an average (Shampoo).
@@ -121,7 +121,7 @@ class Options:
     momentum: float = 0.9
     weight_decay: float = 0.0
     damping: Damping = 1e-3
-    refresh: Refresh = field(default_factory=lambda: Every(10, 100))
+    refresh: Refresh = field(default_factory=lambda: Paced(Every(10, 100)))
     factor_decay: float = 0.95
     fisher: Fisher = "empirical"
     loss: Loss = "mean"

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from natgrad.factors.refresh import Every
+from natgrad.factors.refresh import Every, Paced
 from natgrad.options import Options
 from natgrad.rules.averages import AverageGradients
 from natgrad.rules.decays import Decoupled
@@ -45,7 +45,7 @@ class Polar(SPNGD):
         weight_decay=0.01,
         momentum=0.8,
         damping=1.0,
-        refresh=Every(statistics=5, inverses=5),
+        refresh=Paced(Every(statistics=5, inverses=5)),
         factor_decay=0.8,
         subsample=None,
         strategy="spngd",

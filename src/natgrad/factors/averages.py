@@ -11,6 +11,7 @@ from natgrad.capture.captured import POSITION_KINDS
 from natgrad.diagnostics.timer import Meter
 from natgrad.distributed.communicator import Communicator
 from natgrad.engine.agreement import Verdict
+from natgrad.factors.pace import built_in_cost
 from natgrad.factors.refresh import Refresh
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
@@ -24,7 +25,6 @@ from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.statistics import own_moment
 from natgrad.options import Options
 from natgrad.plan import Plan
-from natgrad.plan.cost import CostModel
 from natgrad.rules.parts import Parts
 from natgrad.rules.rule import Rule
 
@@ -67,7 +67,7 @@ class Averages:
         self.step = 0
         self.seconds: dict[str, float] | None = None
         self.meter = meter
-        self._cost_model = CostModel(inverse=plan.inverse)
+        self.cost = built_in_cost(like.device, plan.inverse, options.rule.name)
         self.account = options.refresh.open_account(list(self.states), meter)
         self.changes: dict[str, Tensor] | None = None if self.account is None else {}
         self.last = Refreshed()

@@ -1,5 +1,6 @@
 """The statistics of all blocks: averaged, inverted, shared and applied when due."""
 
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from natgrad.engine.agreement import Verdict
 from natgrad.factors.averages import Averages, Refreshed
+from natgrad.factors.pace import first_refresh, paces
 from natgrad.factors.prepared import Found, Wanted, pack, prepare, unflattened, unpack
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import StatisticState
@@ -42,6 +44,7 @@ class Statistics(Averages):
         if self.account is not None:
             self.account.learn(verdict.facts, self.comm.world)
         due = self.due()
+        self._set_pace(verdict)
         moved = [s for s in due if not s.spec.is_local]
         estimated = self._estimate(moved, sums, verdict)
         local = [s for s in due if s.spec.is_local and s.spec.block in verdict.present]
@@ -58,6 +61,7 @@ class Statistics(Averages):
             # of an S there is nothing to invert: it is used as soon as it is known
             and (s.timing.inverses_at <= self.step or name in moments)
         ]
+        self._announce(inverted)
         findings = self._invert([s for s in inverted if self.owns(s)])
         self._share_findings(inverted, findings)
         self._share_inverses([s for s in inverted if s.failures == 0])
@@ -70,12 +74,35 @@ class Statistics(Averages):
             parts.refresh.after_statistic(self.step, Timing())
             parts.refresh.after_inverse(self.step, Timing())
 
+    def _set_pace(self, verdict: Verdict) -> None:
+        """When all are due: how often each may be inverted, if its policy asks."""
+        shares = {
+            name: share
+            for name, parts in self._parts.items()
+            if (share := parts.refresh.share_of_step()) is not None
+        }
+        captured = [s for s in self.states.values() if not s.spec.is_local]
+        if not shares or len(verdict.counts) < len(captured):
+            return
+        for share in set(shares.values()):
+            blocks = [b for b in self.plan.blocks if shares.get(b.name) == share]
+            found = paces(blocks, verdict.counts, self.cost, share)
+            for name, interval in found.items():
+                self.states[name].timing.interval = interval
+
+    def _announce(self, inverted: list[StatisticState]) -> None:
+        """A line on stderr before inversions that take a while, the first time."""
+        fresh = [s.spec for s in inverted if not s.timing.inverted]
+        place = self.plan.owners, self.cost, self.like.device
+        if self.comm.rank == 0 and fresh and (line := first_refresh(fresh, *place)):
+            print(line, file=sys.stderr, flush=True)
+
     def _invert(self, mine: list[StatisticState]) -> Findings:
         """New inverses of owned statistics, or why there is none."""
         if self.seconds is not None and len(mine) > 1:
             parts = [self._invert([s]) for s in mine]  # each is timed on its own
             return {name: found for part in parts for name, found in part.items()}
-        began, model = time.perf_counter(), self._cost_model
+        began, model = time.perf_counter(), self.cost
         with self.meter("invert", {s.spec.name: model.invert(s.spec) for s in mine}):
             findings = self._decompose(mine)
         if self.seconds is not None:

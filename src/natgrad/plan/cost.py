@@ -96,6 +96,15 @@ class CostModel:
             seconds += rate * flops
         return seconds + (self._polar(block) if polar else 0.0)
 
+    def passes(self, block: BlockSpec, vectors: float) -> float:
+        """Seconds of the products with a weight: forward and both of the backward.
+
+        Of so many input vectors, each of which an embedding only looks up.
+        """
+        is_table = any(s.side == "right" and s.diagonal for s in block.statistics)
+        elements = block.elements // block.cols if is_table else block.elements
+        return 6 * self.flop * elements * vectors
+
     def product(self, size: float) -> float:
         """Seconds a flop of a product whose three dims have this geometric mean."""
         return rate_at(self.flops, size) if self.flops else self.flop

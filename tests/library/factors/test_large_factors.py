@@ -15,7 +15,7 @@ from tests.support.world import run_world
 from torch import Tensor, nn
 
 import natgrad
-from natgrad import KFAC, SPNGD, Every, Polar
+from natgrad import KFAC, SPNGD, Every, Paced, Polar
 from natgrad.layers import Block
 from natgrad.layers.linear import Linear
 from natgrad.math.parts import diagonal_parts
@@ -206,6 +206,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "ekfac": ("kfac", {"rule": natgrad.EKFAC()}),
     "spngd": ("spngd", {"norm": "full"}),
     "polar": ("polar", {"refresh": Every(2, 2)}),
+    "paced": ("kfac", {"refresh": Paced(Every(2, 1), share=0.5)}),
 }
 CUT = {"largest_factor": 7, "damping": 0.1}
 CASES = {
