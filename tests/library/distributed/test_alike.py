@@ -89,9 +89,9 @@ def change(rank: int, method: str, case: str) -> Any:
         extra = nn.Parameter(torch.zeros(2))
         if odd:
             fleet.optimizer.add_param_group({"params": [extra]})
-    before = torch.cat([p.detach().flatten() for p in fleet.plain.parameters()])
+    before = fleet.weights()
     found = outcome(fleet.step)
-    after = torch.cat([p.detach().flatten() for p in fleet.plain.parameters()])
+    after = fleet.weights()
     again = ""
     if case == "lr":  # put right on every rank, all can go on
         fleet.optimizer.param_groups[0][case] = 0.05
@@ -155,7 +155,7 @@ def lose_gradient(rank: int, strategy: str) -> Any:
     if rank == 1:
         fleet.plain[3].weight.grad = None
     found = outcome(fleet.optimizer.step)
-    weights = torch.cat([p.detach().flatten() for p in fleet.plain.parameters()])
+    weights = fleet.weights()
     return found, weights
 
 
