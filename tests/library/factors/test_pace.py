@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.construct import construct
 from tests.support.toys import backward, mlp, sgd
 from torch import nn
 
@@ -142,7 +143,7 @@ def test_a_paced_run_resumes_exactly() -> None:
 
 
 def test_defaults_follow_cost_and_what_is_given_is_obeyed() -> None:
-    with KFAC(mlp(), lr=1.0) as kfac:
+    with KFAC(mlp()) as kfac:
         assert kfac.engine.options.refresh == Paced(Every(10, 100))
     with Polar(mlp(), lr=1.0) as polar:
         assert polar.engine.options.refresh == Paced(Every(5, 5))
@@ -181,7 +182,7 @@ def test_a_slow_first_refresh_is_announced_once(
 ) -> None:
     model = wide()
     monkeypatch.setattr(pace, "SLOW", 0.0)
-    with SPNGD(model, lr=0.1, largest_factor=40) as spngd:
+    with construct(SPNGD, model, lr=0.1, largest_factor=40) as spngd:
         step(model, spngd)
         said = capsys.readouterr().err
         assert said.startswith("natgrad: inverting 2 statistics for the first time")
@@ -190,7 +191,7 @@ def test_a_slow_first_refresh_is_announced_once(
         step(model, spngd)
         saved = spngd.state_dict()
     other = wide()
-    with SPNGD(other, lr=0.1, largest_factor=40) as resumed:
+    with construct(SPNGD, other, lr=0.1, largest_factor=40) as resumed:
         resumed.load_state_dict(saved)
         step(other, resumed)
     assert not capsys.readouterr().err
@@ -206,7 +207,7 @@ def test_a_quick_first_refresh_is_not_announced(
 
 
 def test_the_report_says_what_a_refresh_takes() -> None:
-    with KFAC(nn.Linear(2400, 3), lr=1.0) as kfac:
+    with KFAC(nn.Linear(2400, 3)) as kfac:
         (spec, _) = kfac.engine.block["model"].spec.statistics
         seconds = built_in_cost(torch.device("cpu"), "eigen", "kronecker").invert(spec)
         assert f"{seconds:.2g} s of it for model/A" in str(kfac)
