@@ -29,7 +29,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing natgrad and its extras into $(VENV): once, a few minutes.'
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ./lab -e '.[dev,docs,integrations]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,docs,integrations]' -e ./lab
 	@touch $@
 
 $(ALONE)/.installed: pyproject.toml constraints.txt

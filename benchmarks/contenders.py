@@ -110,17 +110,16 @@ def _muon(model: nn.Module) -> Optimizer:
 # -- natgrad --------------------------------------------------------------------------
 
 
-def _kfac(style: str, basis: str = "exact") -> Maker:
+def _kfac(style: Any, basis: Any = "exact") -> Maker:
     def maker(case: Case, layout: str) -> Contender:
         model = case.model(layout)
         optimizer = _sgd(model)
         kfac = natgrad.KFAC(
             model,
             optimizer,
-            damping_style=style,  # pyright: ignore[reportArgumentType]
-            basis=basis,  # pyright: ignore[reportArgumentType]
+            rule=natgrad.Kronecker(style=style, basis=basis),
             refresh=cycle(),
-            loss=case.loss,  # pyright: ignore[reportArgumentType]
+            loss=case.loss,
         )
         step = training_step(model, optimizer, case, layout)
         name = f"natgrad KFAC {style}" + (f" {basis}" if basis != "exact" else "")

@@ -15,6 +15,7 @@ import argparse
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -120,16 +121,20 @@ def contender(
     shared: dict[str, Any] = {
         "refresh": cycle(kinds),
         "comm": comm,
-        "damping_style": style,
+        "rule": natgrad.Kronecker(style=style),
         "strategy": strategy,
     }
     if strategy == "spngd":
         model = case.model()
-        optimizer = curved = natgrad.SPNGD(model, lr=LR, **shared)
+        optimizer = curved = natgrad.SPNGD(
+            model, lr=LR, options=replace(natgrad.SPNGD.defaults, **shared)
+        )
     else:
         model = DistributedDataParallel(case.model())
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-        curved = natgrad.KFAC(model, optimizer, **shared)
+        curved = natgrad.KFAC(
+            model, optimizer, options=replace(natgrad.KFAC.defaults, **shared)
+        )
     policies = REFRESHING if overlap else {EVERY_STEP: {FULL: 1}}
     return Contender(
         name=f"{name}, overlap {'on' if overlap else 'off'}",

@@ -52,7 +52,7 @@ class Method:
 
 def methods(batch: int, every: int) -> list[Method]:
     """SGD; K-FAC as it is by default, watched and not; and under budgets."""
-    default, factored = natgrad.KFAC, {"damping_style": "factored"}
+    default, factored = natgrad.KFAC, {"rule": natgrad.Kronecker(style="factored")}
 
     def watched(model: Any, optimizer: Any) -> Any:
         kfac = default(model, optimizer)

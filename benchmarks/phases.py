@@ -38,15 +38,14 @@ METHODS: dict[str, tuple[tuple[type, str], ...]] = {
     "statistics": (
         (Capture, "_after_backward"),
         (Engine, "reduce_statistics"),
-        (Engine, "begin"),
         (Statistics, "refresh"),
     ),
     "inverses": ((Statistics, "_invert"),),
     "preconditioning": (
         (Engine, "reduce_gradients"),
         (Engine, "precondition"),
-        (KFAC, "_write_gradients"),
-        (SPNGD, "_trusted"),
+        (Engine, "measured"),
+        (KFAC, "write"),
     ),
     "communication": (
         (Engine, "agree"),

@@ -1,7 +1,7 @@
 """Gradient accumulation with no_sync: torchrun --nproc-per-node 2 accumulation.py
 
 The loss of each micro-batch is divided by their number, which natgrad expects; sums
-that are not divided are ``KFAC(..., accumulation="sum")``.
+that are not divided need the option ``accumulation="sum"``.
 """
 
 import os

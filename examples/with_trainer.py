@@ -4,6 +4,8 @@ The text has a rule: each token is twice the one before plus one, modulo the voc
 The layers of GPT-2 (transformers' Conv1D) are known to natgrad by name.
 """
 
+from dataclasses import replace
+
 import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -31,8 +33,8 @@ def main() -> None:
     config = GPT2Config(vocab_size=VOCABULARY, **size, **ends)
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    options = {"loss": "tokens", "skip": ("transformer.wpe",)}
-    kfac = natgrad.KFAC(model, optimizer, damping=0.1, **options)
+    options = replace(natgrad.KFAC.defaults, skip=("transformer.wpe",))
+    kfac = natgrad.KFAC(model, optimizer, damping=0.1, loss="tokens", options=options)
     arguments = TrainingArguments(
         output_dir="runs/trainer",
         max_steps=50,

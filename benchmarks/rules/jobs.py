@@ -14,6 +14,8 @@ from benchmarks.rules.contenders import Contender
 from benchmarks.rules.outcomes import Outcome
 from natgrad_lab.data import load
 
+OPTIONAL = ("optimizer.nesterov",)
+"""Which may be None too, so that the command line wants a word."""
 NAMES = re.compile(r"(\w+)-(\w+)-b(\d+)-s(\d+)-(tune|final|ablate)-(.+)-[tr]\d+")
 
 
@@ -96,7 +98,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for name, value in options.items():
         group, _, last = name.rpartition(".")
-        if value in ("True", "False"):
+        if value in ("True", "False") and name not in OPTIONAL:
             last = last if value == "True" else f"no-{last}"
             found.append(f"--{group}.{last}")
         else:

@@ -6,27 +6,57 @@ its own; `Polar` is one too, with an orthogonalised update.
 
 from natgrad import plan, schedules
 from natgrad.diagnostics import sinks
-from natgrad.distributed.communicator import CommOptions
+from natgrad.distributed.options import CommOptions
 from natgrad.factors.budget import Budget
-from natgrad.factors.refresh import Adaptive, Every, Refresh, Scheduled
+from natgrad.factors.refresh import Adaptive, Every, Paced, Refresh, Scheduled
 from natgrad.kfac import KFAC
 from natgrad.layers import LayerKind, register_layer
+from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
+from natgrad.rules.averages import AverageGradients, AverageUpdates
+from natgrad.rules.decays import Coupled, Decoupled, Rescaled
+from natgrad.rules.eigen_adam import EigenAdam
+from natgrad.rules.ekfac import EKFAC
+from natgrad.rules.fallbacks import Adam, Plain
+from natgrad.rules.kronecker import Kronecker
+from natgrad.rules.lengths import Free, KLClip, LayerTrust, Length, MuonLength
+from natgrad.rules.orthogonal import Orthogonal
+from natgrad.rules.rule import Matrices, Rule
 from natgrad.spngd import SPNGD
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EKFAC",
     "KFAC",
     "SPNGD",
+    "Adam",
     "Adaptive",
+    "AverageGradients",
+    "AverageUpdates",
     "Budget",
     "CommOptions",
+    "Coupled",
+    "Decoupled",
+    "EigenAdam",
     "Every",
+    "Free",
+    "KLClip",
+    "Kronecker",
     "LayerKind",
+    "LayerTrust",
+    "Length",
+    "Matrices",
+    "MuonLength",
+    "Options",
+    "Orthogonal",
+    "Paced",
+    "Plain",
     "Polar",
     "Refresh",
+    "Rescaled",
+    "Rule",
     "Scheduled",
     "hybrid",
     "plan",

@@ -1,28 +1,28 @@
 """KFAC: a gradient preconditioner for any torch optimizer."""
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from natgrad import options
+from natgrad import options as o
 from natgrad.capture.hooks import as_written
 from natgrad.checkpoint.optimizer_state import require_free, travel_with
 from natgrad.checkpoint.sharded import only_initialises
-from natgrad.distributed.communicator import CommOptions
-from natgrad.engine.auto import Profile
 from natgrad.engine.engine import Engine
+from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
-from natgrad.factors.refresh import Every, Refresh
+from natgrad.factors.refresh import Refresh
 from natgrad.layers import Block
 from natgrad.layers.registration import require_known
-from natgrad.options import Curvature, require_number, style_for, trust_for
+from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy
-from natgrad.rules.lengths import kl_trust, layer_trust
-
-DEFAULT_REFRESH = Every(statistics=10, inverses=100)
+from natgrad.rules.fallbacks import Plain
+from natgrad.rules.lengths import KLClip, Length
+from natgrad.rules.parts import Parts
+from natgrad.rules.rule import Rule
 
 
 class KFAC(Inspectable):
@@ -41,144 +41,51 @@ class KFAC(Inspectable):
     Args:
         model: a module, or one wrapped in `DistributedDataParallel`.
         optimizer: any torch optimizer over the model's parameters.
-        statistics: ``"both"`` A and G, or only the ``"inputs"`` (A) or ``"outputs"``
-            (G): what is left out is not estimated, sent or inverted.
-        scale: how they scale a gradient: ``"kronecker"`` (the papers'),
-            ``"corrected"`` (EKFAC), ``"adaptive"`` (Adam in their eigenbases) or
-            ``"orthogonal"`` (the polar factor of the whitened gradient).
-        whitening: ``"half"`` or ``"full"``, of ``scale="orthogonal"``.
-        basis: eigenbases made anew (``"exact"``), or ``"tracked"``: brought up to date
-            by one step of orthogonal iteration, which is cheaper and lags behind.
-        moments: when a refresh replaces eigenbases, ``"move"`` second moments into the
-            new ones, or ``"restart"`` them (``"corrected"`` and ``"adaptive"``).
-        trust: ``"kl"`` (clip all updates by their KL divergence: eq. 18), ``"layer"``
-            (give each layer's update the norm of its weight, as LARS) or ``"none"``.
-            None: ``"kl"`` for natural gradients, ``"layer"`` for the two other scales.
-        kl_clip: kappa of eq. 18, > 0, with ``trust="kl"``; None turns it off.
-        rest: parameters without a block: ``"plain"`` or ``"adaptive"`` (Adam's root).
-        rest_rate: multiplies the ``"adaptive"`` updates of those, > 0.
-        beta2: decay of the second moments of adaptive rules, in [0, 1).
-        damping: lambda, added to the Fisher; a number >= 0 or a function of the step.
-        damping_style: ``"eigen"`` (exact: eq. 13-15) or ``"factored"`` (pi-split and
-            Cholesky: SP-NGD, eq. 12; cheaper to refresh), or ``"relative"``: lambda
-            times its mean eigenvalue is added to each factor. None: ``"eigen"``, but
-            ``"relative"`` where ``"orthogonal"`` whitens both sides.
-        decay: weight of the old value in the running averages (eq. 16-17), in [0, 1).
-        lr: the learning rate for the KL clip when there is no optimizer to read.
-        refresh: `Every`, `Scheduled`, `Adaptive` or `Budget`.
-        fisher: ``"empirical"``, or ``"sampled"`` with `sampled_backward` in the loop.
-        loss: whether the loss is a ``"mean"`` or ``"sum"`` over examples, or a mean
-            over ``"tokens"`` (examples and positions).
-        accumulation: whether losses of k micro-batches were divided by k (``"mean"``)
-            or not (``"sum"``).
-        sharing: ``"expand"`` or ``"reduce"``: linear layers with more than two dims.
-        norm: blocks of normalisation layers: ``"skip"``, ``"unit"``, ``"diag"`` or
-            ``"full"``.
-        norm_damping_ratio: multiplies the damping of normalisation layers.
-        skip: names of layers, or of modules that contain them, to leave out.
-        subsample: estimate statistics from every k-th example only; 1 uses all, None as
-            many as each layer needs, however large the batch.
-        largest_factor: rows that A or G may have; larger ones are cut into diagonal
-            blocks, which `report` shows. None: never, as in the papers.
         grad_scaler: the `torch.amp.GradScaler` in use, to undo its loss scale.
-        strategy: how several ranks share the work: ``"factor_wise"``,
-            ``"layer_wise"``, ``"spngd"``, ``natgrad.hybrid(fraction)``, or ``"auto"``:
-            the one that the machine's profile says is fastest, printed with why and
-            with its predicted overhead over SGD, and kept in ``choice``.
-        placement: ``"longest_first"`` (by modelled cost), ``"measured"`` (the same, and
-            anew after the first refresh by the seconds that its inversions took) or
-            ``"round_robin"`` (the papers').
-        profile: the machine for ``"auto"``: a `natgrad.plan.HardwareProfile` or its
-            file. None: the file that ``$NATGRAD_PROFILE`` names, that which ``natgrad
-            calibrate`` wrote, or else built-in numbers.
-        comm: buckets, precision and overlap of communication.
-        group: a process group; the default one if None.
+        options: the `Options` to start from, ``KFAC.defaults`` if not given.
+
+    These replace the option of the same name (see `Options`): rule, length, damping,
+    factor_decay, refresh, loss, norm, strategy.
     """
+
+    defaults: ClassVar[Options] = Options()
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer | None = None,
         *,
-        statistics: options.Sides = "both",
-        scale: options.Scale = "kronecker",
-        whitening: options.Whitening = "half",
-        basis: options.Basis = "exact",
-        moments: options.MovedMoments = "move",
-        trust: options.Trust | None = None,
-        kl_clip: float | None = 1e-3,
-        rest: options.Rest = "plain",
-        rest_rate: float = 1.0,
-        beta2: float = 0.95,
-        damping: options.Damping = 1e-3,
-        damping_style: options.DampingStyle | None = None,
-        decay: float = 0.95,
-        lr: float | None = None,
-        refresh: Refresh = DEFAULT_REFRESH,
-        fisher: options.Fisher = "empirical",
-        loss: options.Loss = "mean",
-        accumulation: options.Accumulation = "mean",
-        sharing: options.Sharing = "expand",
-        norm: options.Norm = "skip",
-        norm_damping_ratio: float = 1.0,
-        skip: Collection[str] = (),
-        subsample: int | None = 1,
-        largest_factor: int | None = options.LARGEST_FACTOR,
+        rule: Rule | NotGiven = NOT_GIVEN,
+        length: Length | NotGiven | None = NOT_GIVEN,
+        damping: o.Damping | NotGiven = NOT_GIVEN,
+        factor_decay: float | NotGiven = NOT_GIVEN,
+        refresh: Refresh | NotGiven = NOT_GIVEN,
+        loss: o.Loss | NotGiven = NOT_GIVEN,
+        norm: o.Norm | NotGiven = NOT_GIVEN,
+        strategy: str | Strategy | NotGiven = NOT_GIVEN,
         grad_scaler: torch.amp.GradScaler | None = None,
-        strategy: str | Strategy = "factor_wise",
-        placement: str = "longest_first",
-        profile: Profile | None = None,
-        comm: CommOptions | None = None,
-        group: Any = None,
+        options: Options | NotGiven = NOT_GIVEN,
     ) -> None:
-        if lr is not None:
-            require_number("lr", lr, "a number > 0", above=0.0)
         require_free(optimizer)
-        self.lr = lr
         self.optimizer = optimizer
-        curvature = Curvature(
-            statistics=statistics,
-            scale=scale,
-            whitening=whitening,
-            basis=basis,
-            moments=moments,
-            trust=trust_for(trust, scale, "kl"),
-            kl_clip=kl_clip,
-            rest=rest,
-            rest_rate=rest_rate,
-            beta2=beta2,
+        chosen = given(
+            self.defaults if isinstance(options, NotGiven) else options,
+            rule=rule,
+            length=length,
             damping=damping,
-            damping_style=style_for(damping_style, scale, statistics, "eigen"),
-            decay=decay,
+            factor_decay=factor_decay,
             refresh=refresh,
-            fisher=fisher,
             loss=loss,
-            accumulation=accumulation,
-            sharing=sharing,
             norm=norm,
-            norm_damping_ratio=norm_damping_ratio,
-            skip=skip,
-            subsample=subsample,
-            largest_factor=largest_factor,
+            strategy=strategy,
         )
-        clips = curvature.trust == "kl" and kl_clip is not None
-        if clips and optimizer is None and lr is None:
-            raise ValueError(
-                f"kl_clip={kl_clip} needs the learning rate: give an optimizer or lr=, "
-                "or kl_clip=None."
-            )
+        _require_rate(chosen.the_length, optimizer)
         self.engine: Engine = Engine(
             model,
-            curvature,
-            strategy=strategy,
-            placement=placement,
-            profile=profile,
-            comm=comm or CommOptions(),
-            group=group,
+            chosen,
             grad_scaler=grad_scaler,
-            trained=None if optimizer is None else _parameters_of(optimizer),
+            groups=None if optimizer is None else _groups_of(optimizer, chosen),
             optimizer=optimizer,
-            rule={"lr": lr, "optimizer": type(optimizer).__name__},
         )
         self._handles: list[Any] = []
         if self.engine.own_gradients:
@@ -211,33 +118,49 @@ class KFAC(Inspectable):
         If a gradient on any rank is not finite, all gradients are set to None, so that
         the optimizer skips the step, and the statistics stay as they were.
         """
-        engine = self.engine
-        host = self.optimizer
-        groups: list[dict[str, Any]] = host.param_groups if host else [{"lr": 1.0}]
-        if only_initialises(engine, groups):
+        groups = self.optimizer.param_groups if self.optimizer else [{"lr": 1.0}]
+        if only_initialises(self.engine, groups):
             return
-        with engine.attempt():
-            if engine.own_gradients:  # else DDP, or nobody, must average them
-                require_known(engine.model, engine.blocks)
-            captured, sums = engine.reduce_statistics()
-            unit = self._gradient_scale()
-            gradients = engine.reduce_gradients()
-            verdict = engine.agree(captured)
-            if not verdict.finite:
-                engine.skip_step()
-                for p in (p for group in groups for p in group.get("params", ())):
-                    p.grad = None  # also of parameters that are not the model's
-                return
-            engine.refresh(sums, verdict)
-            gradients = verdict.among(gradients)
-            if unit is not None:
-                gradients = {name: g / unit for name, g in gradients.items()}
-            updates = engine.precondition(gradients, gradients)
-            updates = layer_trust(engine, updates, gradients)
-            clip = kl_trust(engine, gradients, updates, self._learning_rate())
-            shared = engine.share(updates, verdict.present)
-            self._write_gradients(updates | shared, clip, unit)
-            engine.end()
+        self.engine.run(self)
+
+    def begin(self) -> None:
+        """What must hold before a step."""
+        if self.engine.own_gradients:  # else DDP, or nobody, must average them
+            require_known(self.engine.model, self.engine.blocks)
+
+    def skipped(self, overflow: Tensor | None) -> bool:
+        """Clear the gradients of the host, also of parameters that are not the model's.
+
+        A scaler learns of overflows from the gradients that DDP has averaged.
+        """
+        groups = self.optimizer.param_groups if self.optimizer else []
+        for p in (p for group in groups for p in group["params"]):
+            p.grad = None
+        return False
+
+    def directions(self, gradients: dict[str, Tensor]) -> Directions:
+        """The gradients themselves, without the scale of a `GradScaler`."""
+        unit = self._gradient_scale()
+        if unit is not None:
+            gradients = {name: g / unit for name, g in gradients.items()}
+        return Directions(directions=gradients, gradients=gradients)
+
+    def learning_rate(self, names: Sequence[str]) -> float:
+        """For the KL clip."""
+        if self.optimizer is None:
+            return 1.0
+        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+
+    def write(self, found: Updates) -> None:
+        """Put updates into ``.grad``, in its unit."""
+        shared = self.engine.share(found.updates, found.present)
+        unit = self._gradient_scale()
+        for name, update in (found.updates | shared).items():
+            block = self.engine.block[name]
+            if block.kind is not None:
+                block.write_gradient(update, _product(found.clips.get(name), unit))
+            elif self.engine.own_gradients or _changes(block):
+                block.write_gradient(update, unit)
 
     def _gradient_scale(self) -> Tensor | None:
         """What gradients are still multiplied by: fused optimizers divide it out.
@@ -245,26 +168,6 @@ class KFAC(Inspectable):
         Its `GradScaler` leaves that to such an optimizer, inside its step.
         """
         return getattr(self.optimizer, "grad_scale", None)
-
-    def _write_gradients(
-        self, updates: dict[str, Tensor], clip: Tensor | None, unit: Tensor | None
-    ) -> None:
-        """Put updates into ``.grad``, in its unit; plain blocks are not clipped."""
-        for name, update in updates.items():
-            block = self.engine.block[name]
-            if block.kind is not None:
-                block.write_gradient(update, _product(clip, unit))
-            elif self.engine.own_gradients or self._changes(block):
-                block.write_gradient(update, unit)
-
-    def _changes(self, block: Block) -> bool:
-        return self.engine.config.rest != "plain" and not block.is_foreign
-
-    def _learning_rate(self) -> float:
-        """For the KL clip."""
-        if self.optimizer is None:
-            return self.lr or 1.0
-        return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def close(self) -> None:
         """Remove every hook from the model and the optimizer."""
@@ -274,10 +177,30 @@ class KFAC(Inspectable):
         self.engine.close()
 
 
+def _changes(block: Block) -> bool:
+    return not isinstance(block.rule, Plain)
+
+
 def _product(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return y if x is None else x if y is None else x * y
 
 
-def _parameters_of(optimizer: Optimizer) -> frozenset[int]:
-    groups = optimizer.param_groups
-    return frozenset(id(p) for group in groups for p in group["params"])
+def _groups_of(optimizer: Optimizer, options: Options) -> dict[int, Parts]:
+    parts = options.parts()
+    return {id(p): parts for group in optimizer.param_groups for p in group["params"]}
+
+
+def _require_rate(length: Length, optimizer: Optimizer | None) -> None:
+    """The KL clip reads the learning rate of the optimizer, or is told it."""
+    if not isinstance(length, KLClip):
+        return
+    if optimizer is None and length.lr is None:
+        raise ValueError(
+            f"{length!r} needs the learning rate: give an optimizer, or "
+            "length=KLClip(lr=...), or length=Free()."
+        )
+    if optimizer is not None and length.lr is not None:
+        raise ValueError(
+            f"Invalid lr={length.lr} of KLClip. Must be None beside an optimizer: its "
+            "learning rate is used."
+        )

@@ -1,100 +1,82 @@
-"""How curvature is estimated and applied: one frozen, validated dataclass."""
+"""Every option: its default, its check and its text, here and nowhere else.
 
-from collections.abc import Callable, Collection
+`Options` is one frozen, validated value. `KFAC.defaults`, `SPNGD.defaults` and
+`Polar.defaults` are such values; constructors start from them and replace what they are
+given. What belongs to an update rule, a length, an average or a decay is an option of
+those classes, in `natgrad.rules`.
+"""
+
+import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
-from natgrad.factors.refresh import Every, Refresh
+from natgrad.distributed.options import CommOptions
+from natgrad.factors.budget import Budget
+from natgrad.factors.refresh import Every, Paced, Refresh
+from natgrad.plan import Strategy
 from natgrad.requiring import require_choice, require_count, require_number
+from natgrad.rules.averages import Average, AverageUpdates
+from natgrad.rules.decays import Coupled, Decay
+from natgrad.rules.fallbacks import Plain, is_fallback
+from natgrad.rules.kronecker import Kronecker
+from natgrad.rules.lengths import KLClip, LayerTrust, Length
+from natgrad.rules.parts import NAMES, Damping, Parts, plain
+from natgrad.rules.rule import Rule
 
-Damping = float | Callable[[int], float]
-DampingStyle = Literal["eigen", "factored", "relative"]
-Sides = Literal["both", "inputs", "outputs"]
-Scale = Literal["kronecker", "corrected", "adaptive", "orthogonal"]
-Whitening = Literal["half", "full"]
-Basis = Literal["exact", "tracked"]
-MovedMoments = Literal["move", "restart"]
-Trust = Literal["none", "kl", "layer"]
-Rest = Literal["plain", "adaptive"]
-Form = Literal["eigen", "inverse", "root"]
+if TYPE_CHECKING:
+    from natgrad.plan import HardwareProfile
+
+Profile = Union["HardwareProfile", str, Path]
 Fisher = Literal["empirical", "sampled"]
 Loss = Literal["mean", "sum", "tokens"]
 Accumulation = Literal["mean", "sum"]
 Sharing = Literal["expand", "reduce"]
 Norm = Literal["skip", "unit", "diag", "full"]
 
-# 128 channels of a 3x3 convolution. A third of a second for an eigendecomposition, and
-# an inverse, on a core of 2020; a factor of 4,608 takes 60 times that.
-LARGEST_FACTOR = 1152
-
 CHOICES: dict[str, tuple[str, ...]] = {
-    "statistics": get_args(Sides),
-    "scale": get_args(Scale),
-    "whitening": get_args(Whitening),
-    "basis": get_args(Basis),
-    "moments": get_args(MovedMoments),
-    "trust": get_args(Trust),
-    "rest": get_args(Rest),
-    "damping_style": get_args(DampingStyle),
     "fisher": get_args(Fisher),
     "loss": get_args(Loss),
     "accumulation": get_args(Accumulation),
     "sharing": get_args(Sharing),
     "norm": get_args(Norm),
 }
+PARTS: dict[str, type] = {
+    "rule": Rule,
+    "fallback": Rule,
+    "average": Average,
+    "decay": Decay,
+    "refresh": Refresh,
+    "comm": CommOptions,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curvature:
-    """What `KFAC` and `SPNGD` have in common; each documents the options it takes.
+class Options:
+    """How curvature is estimated, applied and shared between ranks.
 
-    The update rule is composed of `statistics` (what is known of a layer), `scale`
-    (what its gradient V becomes) and `trust` (how long a step is):
-
-    - ``"kronecker"``: ``(G + ..)^-1 V (A + ..)^-1``, the papers' K-FAC.
-    - ``"corrected"``: in the eigenbases of A and G, divided by the second moment of
-      the per-example gradient there (EKFAC).
-    - ``"adaptive"``: in those bases, divided by the root of the running second moment
-      of the gradient, without bias, as Adam does.
-    - ``"orthogonal"``: the polar factor (all singular values 1) of the whitened
-      gradient. ``whitening="half"``: ``W_G P W_A^T`` with P the polar factor of
-      ``W_G^T V W_A`` and ``W W^T`` the damped inverse; ``"full"``: the polar factor of
-      ``(G + ..)^-1 V (A + ..)^-1``.
+    ``options=dataclasses.replace(natgrad.KFAC.defaults, fisher="sampled")`` changes an
+    option that a constructor has no argument for.
 
     Attributes:
-        statistics: ``"both"``, only ``"inputs"`` (A) or only ``"outputs"`` (G). What
-            is left out is not estimated, sent or inverted. Normalisation layers have
-            statistics of their own: `norm`.
-        scale: how statistics scale a gradient, as above.
-        whitening: ``"half"`` or ``"full"``, of ``scale="orthogonal"``.
-        basis: eigenbases, where the rule has them, anew each time (``"exact"``), or
-            ``"tracked"``: after the first, one step of orthogonal iteration from the
-            last one (`natgrad.math.inverse.track`), which lags behind but is cheaper.
-        moments: what becomes of second moments when a refresh replaces their bases:
-            ``"move"`` them into the new ones, or ``"restart"`` them (until there is a
-            new S, ``"corrected"`` then has K-FAC's own scale).
-        trust: ``"none"``; ``"kl"``: all updates are scaled down so that their KL
-            divergence is at most ``kl_clip``; ``"layer"``: each layer's update is given
-            the norm of its weight (LARS), so that a learning rate of 0.01 changes every
-            layer by 1%; of an embedding, the rows that were read. With
-            ``rest="adaptive"`` so are those of matrices without a block. Norms and
-            vectors are left out of it. A layer whose gradient is zero does not move.
-        kl_clip: kappa of ``trust="kl"``, > 0; None turns it off.
-        rest: the rule for parameters without a block: their ``"plain"`` gradient, or
-            ``"adaptive"``: divided by the root of its second moment, as in Adam.
-        rest_rate: multiplies the updates of ``rest="adaptive"``, > 0: the learning rate
-            of those parameters as a part of the others'. Of no use with ``"plain"``.
-        beta2: decay of the second moments of the ``"adaptive"`` rules, in [0, 1).
+        rule: how factors turn a layer's gradient into an update: `Kronecker` (K-FAC),
+            `EKFAC`, `EigenAdam` or `Orthogonal`.
+        fallback: the rule of parameters without factors: `Plain` or `Adam`.
+        length: how long an update is: `Free`, `KLClip` or `LayerTrust`. None: `KLClip`
+            for a natural gradient (`Kronecker`, `EKFAC`), `LayerTrust` for other rules.
+        average: what momentum averages: `AverageUpdates` or `AverageGradients`.
+        decay: how weight decay enters: `Coupled`, `Decoupled` or `Rescaled`.
+        lr: learning rate, > 0; a parameter group may have its own.
+        momentum: in [0, 1); a parameter group may have its own.
+        weight_decay: >= 0; a parameter group may have its own.
         damping: lambda, added to the Fisher: a number >= 0, or a function of the
             step (counted from 0).
-        damping_style: ``"eigen"`` adds lambda to the eigenvalues of the Kronecker
-            product (exact, "normal" damping); ``"factored"`` splits it between the
-            two factors (pi-split) and inverts by Cholesky; ``"relative"`` adds lambda
-            times its mean eigenvalue to each factor. The second moments of the
-            ``"adaptive"`` rules are damped relative to their mean in any style.
-        decay: weight of the old value in the running average of a statistic, in
-            [0, 1). 0 keeps only the newest estimate.
-        refresh: when statistics and inverses are made anew.
+        refresh: when statistics are estimated and inverted: `Every`, `Scheduled`,
+            `Paced`, `Adaptive` or `Budget`.
+        factor_decay: weight of the old value in the running average of a statistic, in
+            [0, 1]. 0 keeps only the newest estimate; 1 forgets nothing, which makes it
+            a sum instead of an average (Shampoo).
         fisher: ``"empirical"`` uses the gradients of the training loss;
             ``"sampled"`` uses labels drawn from the model (`sampled_backward`).
         loss: what the loss does over its terms: ``"mean"`` over examples, ``"sum"``
@@ -103,33 +85,44 @@ class Curvature:
             (``"mean"``) or not (``"sum"``).
         sharing: how a linear layer treats dims between batch and features:
             ``"expand"`` (each position on its own) or ``"reduce"`` (averaged first).
-        norm: the block kind of normalisation layers.
+        norm: the statistic of normalisation layers: ``"skip"``, ``"unit"``, ``"diag"``
+            or ``"full"``.
         norm_damping_ratio: rho, multiplies the damping of normalisation layers.
-        skip: names of layers, or of modules that contain layers, that have no block
-            (see ``rest``).
+        skip: names of layers, or of modules that contain layers, that have no
+            statistics and follow the fallback.
         subsample: estimate from every k-th example, starting at a random one; 1 uses
             all. None: of each forward from as many as each layer needs
             (`natgrad.plan.spec.enough_examples`), on all ranks together. Unbiased, but
             for what a number of examples that k does not divide leaves over.
         largest_factor: rows that a factor may have, >= 1; a larger one is cut into as
             few and equal diagonal blocks as need be: of an input statistic whole
-            channels, of a linear layer neighbouring inputs. None: no factor is cut.
+            channels, of a linear layer neighbouring inputs. None: no factor is cut, as
+            in the papers.
+        strategy: how several ranks share the work: ``"factor_wise"``,
+            ``"layer_wise"``, ``"spngd"``, ``natgrad.hybrid(fraction)``, or ``"auto"``:
+            the one that the machine's profile says is fastest, printed with why and
+            with its predicted overhead over SGD, and kept in ``choice``.
+        placement: ``"longest_first"`` (by modelled cost), ``"measured"`` (the same, and
+            again after the first refresh by the seconds that its inversions took) or
+            ``"round_robin"`` (the papers').
+        profile: the machine for ``"auto"``: a `natgrad.plan.HardwareProfile` or its
+            file. None: the file that ``$NATGRAD_PROFILE`` names, that which ``natgrad
+            calibrate`` wrote, or else built-in numbers.
+        comm: buckets, precision and overlap of communication.
+        group: a process group; the default one if None.
     """
 
-    statistics: Sides = "both"
-    scale: Scale = "kronecker"
-    whitening: Whitening = "half"
-    basis: Basis = "exact"
-    moments: MovedMoments = "move"
-    trust: Trust = "none"
-    kl_clip: float | None = 1e-3
-    rest: Rest = "plain"
-    rest_rate: float = 1.0
-    beta2: float = 0.95
+    rule: Rule = field(default_factory=Kronecker)
+    fallback: Rule = field(default_factory=Plain)
+    length: Length | None = None
+    average: Average = field(default_factory=AverageUpdates)
+    decay: Decay = field(default_factory=Coupled)
+    lr: float | None = None
+    momentum: float = 0.9
+    weight_decay: float = 0.0
     damping: Damping = 1e-3
-    damping_style: DampingStyle = "eigen"
-    decay: float = 0.95
-    refresh: Refresh = field(default_factory=Every)
+    refresh: Refresh = field(default_factory=lambda: Paced(Every(10, 100)))
+    factor_decay: float = 0.95
     fisher: Fisher = "empirical"
     loss: Loss = "mean"
     accumulation: Accumulation = "mean"
@@ -138,26 +131,24 @@ class Curvature:
     norm_damping_ratio: float = 1.0
     skip: Collection[str] = ()
     subsample: int | None = 1
-    largest_factor: int | None = LARGEST_FACTOR
+    # 128 channels of a 3x3 convolution. A third of a second for an eigendecomposition,
+    # and an inverse, on a core of 2020; a factor of 4,608 takes 60 times that.
+    largest_factor: int | None = 1152
+    strategy: str | Strategy = "factor_wise"
+    placement: str = "longest_first"
+    profile: Profile | None = None
+    comm: CommOptions = field(default_factory=CommOptions)
+    group: Any = None
 
     def __post_init__(self) -> None:
+        for name, kind in PARTS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(_of_another_kind(name, getattr(self, name), kind))
+        if self.length is not None and not isinstance(self.length, Length):
+            raise TypeError(_of_another_kind("length", self.length, Length))
         for name, legal in CHOICES.items():
             require_choice(name, getattr(self, name), legal)
-        if not callable(self.damping):
-            require_number("damping", self.damping, "a finite number >= 0", low=0.0)
-        require_number("decay", self.decay, "in [0, 1)", low=0.0, below=1.0)
-        require_number("rest_rate", self.rest_rate, "a number > 0", above=0.0)
-        require_number("beta2", self.beta2, "in [0, 1)", low=0.0, below=1.0)
-        if self.kl_clip is not None:
-            require_number("kl_clip", self.kl_clip, "a number > 0, or None", above=0.0)
-        require_number(
-            "norm_damping_ratio", self.norm_damping_ratio, "a number > 0", above=0.0
-        )
-        if not isinstance(self.refresh, Refresh):
-            raise TypeError(
-                f"Invalid refresh={self.refresh!r}. Must be Every(...), "
-                "Scheduled(...), Adaptive(...), Budget(...) or another natgrad.Refresh."
-            )
+        self._require_numbers()
         if self.subsample is not None:
             require_count("subsample", self.subsample, also=", or None")
         if self.largest_factor is not None:
@@ -168,83 +159,99 @@ class Curvature:
             )
         # in one order on every rank, also if given as a set
         object.__setattr__(self, "skip", tuple(sorted(self.skip)))
+        self._require_together()
+
+    def _require_numbers(self) -> None:
+        if self.lr is not None:
+            require_number("lr", self.lr, "a number > 0", above=0.0)
+        require_number("momentum", self.momentum, "in [0, 1)", low=0.0, below=1.0)
+        require_number("weight_decay", self.weight_decay, "a number >= 0", low=0.0)
+        if not callable(self.damping):
+            require_number("damping", self.damping, "a finite number >= 0", low=0.0)
+        name, value = "factor_decay", self.factor_decay
+        require_number(name, value, "in [0, 1]", low=0.0, high=1.0)
+        name, value = "norm_damping_ratio", self.norm_damping_ratio
+        require_number(name, value, "a number > 0", above=0.0)
+
+    def _require_together(self) -> None:
+        """Refuse choices that do not go together, and say why."""
+        if not is_fallback(self.fallback):
+            raise ValueError(
+                f"Invalid fallback={self.fallback!r}. Parameters without a layer have "
+                "no factors, so must be Plain() or Adam()."
+            )
+        if isinstance(self.length, KLClip) and not self.rule.natural:
+            raise ValueError(
+                f"Invalid length={self.length!r} with rule={self.rule!r}. The KL "
+                "divergence is of a natural gradient, which this is not: must be "
+                "LayerTrust() or Free()."
+            )
         if self.loss == "tokens" and self.sharing == "reduce":
             raise ValueError(
                 "Invalid sharing='reduce' with loss='tokens'. A reduced layer has no "
                 "positions left to average over: use loss='mean' or sharing='expand'."
             )
 
-        self._require_rule()
-
-    def _require_rule(self) -> None:
-        """Refuse choices that do not go together, and say why."""
-        scale, style = self.scale, self.damping_style
-        if scale == "orthogonal" and style == "eigen" and self.statistics == "both":
-            raise ValueError(
-                "Invalid damping_style='eigen' with scale='orthogonal'. Each side is "
-                "whitened on its own, so must be 'factored' or 'relative'."
-            )
-        if scale == "corrected" and style == "factored":
-            raise ValueError(
-                "Invalid damping_style='factored' with scale='corrected'. The second "
-                "moment is of the whole block, so must be 'eigen' or 'relative'."
-            )
-        if scale == "corrected" and self.statistics != "both":
-            raise ValueError(
-                f"Invalid statistics={self.statistics!r} with scale='corrected'. The "
-                "second moment is in the eigenbases of A and G, so must be 'both'."
-            )
-        if self.trust == "kl" and scale in ("adaptive", "orthogonal"):
-            raise ValueError(
-                f"Invalid trust='kl' with scale={scale!r}. The KL divergence is of a "
-                "natural gradient, which this is not: must be 'layer' or 'none'."
-            )
-        if self.whitening == "full" and scale != "orthogonal":
-            raise ValueError(
-                f"Invalid whitening='full' with scale={scale!r}. Must be 'half' unless "
-                "scale='orthogonal'."
-            )
-
-        if self.basis == "tracked" and self.form != "eigen":
-            raise ValueError(
-                f"Invalid basis='tracked' with scale={scale!r}, damping_style={style!r}"
-                f" and statistics={self.statistics!r}, which have no eigenbases. Must "
-                "be 'exact'."
-            )
-
     @property
-    def form(self) -> Form:
-        """What is made of A and G: their eigenbases, or dense inverses, or roots."""
-        if self.scale in ("adaptive", "corrected"):
-            return "eigen"
-        if self.scale == "orthogonal" and self.whitening == "half":
-            return "root"
-        joint = self.statistics == "both" and self.damping_style == "eigen"
-        return "eigen" if joint else "inverse"
+    def the_length(self) -> Length:
+        """The length, or what the rule has if none is given."""
+        if self.length is not None:
+            return self.length
+        return KLClip() if self.rule.natural else LayerTrust()
 
-    def damping_at(self, step: int) -> float:
-        """Lambda at a step, checked when it comes from a schedule."""
-        if not callable(self.damping):
-            return float(self.damping)
-        value = float(self.damping(step))
-        require_number(f"damping({step})", value, "a finite number >= 0", low=0.0)
-        return value
-
-
-def style_for(
-    style: DampingStyle | None, scale: Scale, statistics: Sides, usual: DampingStyle
-) -> DampingStyle:
-    """A damping style; if None, the usual one, or what the scale needs instead."""
-    if style is not None:
-        return style
-    if scale == "orthogonal" and statistics == "both" and usual == "eigen":
-        return "relative"
-    return "eigen" if scale == "corrected" else usual
+    def parts(self) -> Parts:
+        """What an update is made of."""
+        return Parts(
+            rule=self.rule,
+            fallback=self.fallback,
+            length=self.the_length,
+            average=self.average,
+            decay=self.decay,
+            damping=self.damping,
+            refresh=self.refresh,
+        )
 
 
-def trust_for(trust: Trust | None, scale: Scale, usual: Trust) -> Trust:
-    """A trust; if None, the usual one, or what the scale needs instead."""
-    if trust is not None:
-        return trust
-    natural = scale in ("kronecker", "corrected")
-    return "layer" if usual == "kl" and not natural else usual
+def _of_another_kind(name: str, value: Any, kind: type) -> str:
+    legal = sorted(c.__name__ for c in _leaves(kind))
+    return (
+        f"Invalid {name}={value!r}. Must be {' or '.join(f'{x}(...)' for x in legal)}."
+    )
+
+
+def _leaves(kind: type) -> list[type]:
+    below = [leaf for child in kind.__subclasses__() for leaf in _leaves(child)]
+    return below or [kind]
+
+
+def take_parts(group: dict[str, Any], options: Options) -> Parts:
+    """The parts of a parameter group's update; the group keeps them as plain data."""
+    own = {name: group[name] for name in NAMES if name in group}
+    if isinstance(own.get("refresh"), Budget):
+        raise ValueError(
+            "Invalid refresh=Budget(...) of a parameter group. A budget is of a whole "
+            "step: must be given to the optimizer."
+        )
+    group |= {name: plain(part) for name, part in own.items()}
+    return dataclasses.replace(options, **own).parts()
+
+
+class NotGiven:
+    """The default of a constructor's argument: the option keeps its value."""
+
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+NOT_GIVEN = NotGiven()
+
+
+def given(options: Options, **changes: Any) -> Options:
+    """Options with those changes that were given."""
+    if not isinstance(options, Options):
+        raise TypeError(
+            f"Invalid options={options!r}. Must be an Options value, such as "
+            "dataclasses.replace(natgrad.KFAC.defaults, ...)."
+        )
+    known = {name: x for name, x in changes.items() if not isinstance(x, NotGiven)}
+    return dataclasses.replace(options, **known)

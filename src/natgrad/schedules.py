@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from natgrad.options import require_count, require_number
+from natgrad.requiring import require_count, require_number
 
 
 class PolynomialDecay(LRScheduler):

@@ -1,49 +1,47 @@
 """SPNGD: scalable and practical natural gradient descent, a complete optimizer."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from natgrad import options
+from natgrad import options as o
 from natgrad.capture.unwrap import unwrap
+from natgrad.checkpoint.momentum import (
+    averages_of,
+    gather_momentum,
+    require_momentum,
+    worked_on,
+)
 from natgrad.checkpoint.optimizer_state import travel_with
 from natgrad.checkpoint.sharded import only_initialises
-from natgrad.distributed.communicator import CommOptions
-from natgrad.engine.auto import Profile
 from natgrad.engine.engine import Engine
 from natgrad.engine.overflow import Overflow
+from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Adaptive, Refresh
 from natgrad.layers import Block
-from natgrad.layers.registration import require_grouped, require_inside, require_known
+from natgrad.layers.registration import require_inside, require_known
 from natgrad.math import foreach
 from natgrad.math.statistics import widen
-from natgrad.options import Curvature, require_choice, require_number
+from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts
 from natgrad.plan import Strategy
-from natgrad.rules.lengths import kl_trust, layer_trust, rescale
-from natgrad.rules.momentum import (
-    VELOCITY,
-    averaged,
-    gather_momentum,
-    require_momentum,
-    velocity_of,
-    worked_on,
-)
-
-DEFAULT_REFRESH = Adaptive()
-Average = Literal["update", "gradient"]
-RULE = ("average", "nesterov", "rescale_weights")
+from natgrad.requiring import require_number
+from natgrad.rules.averages import VELOCITY, Average
+from natgrad.rules.decays import Decay
+from natgrad.rules.kronecker import Kronecker
+from natgrad.rules.lengths import Free
+from natgrad.rules.rule import Rule
 
 
 class SPNGD(Inspectable, Optimizer):
     """Natural gradient descent with momentum (Osawa et al. 2020, SP-NGD).
 
     ``w <- w - lr (F + damping I)^-1 gradient + momentum v``, where v is the last change
-    of w (eq. 23). Parameters without a block follow the same rule with their plain
+    of w (eq. 23). Parameters without a layer follow the same rule with their plain
     gradient. On several ranks it reduces gradients itself, to the ranks that need them,
     and all ranks begin with the parameters and buffers of rank 0; a module wrapped in
     `DistributedDataParallel` works too, but has every rank get every gradient. ::
@@ -52,138 +50,99 @@ class SPNGD(Inspectable, Optimizer):
 
     Args:
         model: the module to train.
-        lr: learning rate, > 0. LR schedulers and parameter groups can change it.
-        momentum: weight of the last change, in [0, 1). With
-            `natgrad.schedules.PolynomialDecay` it follows the learning rate (eq. 22).
-        weight_decay: times the weight, is added to the gradient before preconditioning.
-            With ``trust="layer"``, which gives a gradient another length, it is
-            decoupled instead: a step takes lr times this part of the weight away, and
-            biases, norms and parameters without a block keep theirs.
-        rescale_weights: keep the weight of linear and convolution layers at norm
-            sqrt(2 d_out) (eq. 24).
-        nesterov: look ahead: use the momentum that the next step will have.
-        average: what momentum is a running average of: the ``"update"`` (SP-NGD, eq.
-            23) or the ``"gradient"``, which is then scaled (as Muon and Adam do; the
-            average has no bias and weights that add up to 1, so that with momentum m a
-            learning rate means 1 - m of what it means for ``"update"``).
-        param_groups: groups made of ``named_parameters``, for options of their own; all
-            parameters of the model in one group by default.
-        trust: as for `KFAC`. None: ``"none"``.
-        damping_style: as for `KFAC`. None: ``"factored"``, but ``"eigen"`` for
-            ``scale="corrected"``.
+        groups: parameter groups made of ``named_parameters``, as for any torch
+            optimizer. Each may have its own ``lr``, ``momentum`` and ``weight_decay``,
+            and its own ``rule``, ``fallback``, ``length``, ``average``, ``decay``,
+            ``damping`` and ``refresh``. What no group names is left to another
+            optimizer. By default all parameters of the model are one group.
+        grad_scaler: the `torch.amp.GradScaler` in use, to undo its loss scale.
+        options: the `Options` to start from, ``SPNGD.defaults`` if not given.
 
-    As for `KFAC`: statistics, scale, whitening, basis, moments, kl_clip, rest,
-    rest_rate, beta2, damping, decay, refresh, fisher, loss, accumulation, sharing,
-    norm, norm_damping_ratio, skip, subsample, largest_factor, grad_scaler, strategy,
-    placement, profile, comm, group.
+    These replace the option of the same name (see `Options`): lr (required), momentum,
+    weight_decay, rule, damping, refresh, loss, strategy. LR schedulers change the
+    learning rate; with `natgrad.schedules.PolynomialDecay` momentum follows (eq. 22).
     """
+
+    defaults: ClassVar[Options] = Options(
+        rule=Kronecker(style="factored"),
+        length=Free(),
+        refresh=Adaptive(),
+        factor_decay=0.0,
+        norm="unit",
+        strategy="spngd",
+    )
 
     def __init__(
         self,
         model: nn.Module,
-        lr: float,
+        groups: Iterable[dict[str, Any]] | None = None,
         *,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        rescale_weights: bool = False,
-        nesterov: bool = False,
-        average: Average = "update",
-        param_groups: Iterable[dict[str, Any]] | None = None,
-        statistics: options.Sides = "both",
-        scale: options.Scale = "kronecker",
-        whitening: options.Whitening = "half",
-        basis: options.Basis = "exact",
-        moments: options.MovedMoments = "move",
-        trust: options.Trust | None = None,
-        kl_clip: float | None = 1e-3,
-        rest: options.Rest = "plain",
-        rest_rate: float = 1.0,
-        beta2: float = 0.95,
-        damping: options.Damping = 1e-3,
-        damping_style: options.DampingStyle | None = None,
-        decay: float = 0.0,
-        refresh: Refresh = DEFAULT_REFRESH,
-        fisher: options.Fisher = "empirical",
-        loss: options.Loss = "mean",
-        accumulation: options.Accumulation = "mean",
-        sharing: options.Sharing = "expand",
-        norm: options.Norm = "unit",
-        norm_damping_ratio: float = 1.0,
-        skip: Collection[str] = (),
-        subsample: int | None = 1,
-        largest_factor: int | None = options.LARGEST_FACTOR,
+        lr: float | NotGiven = NOT_GIVEN,
+        momentum: float | NotGiven = NOT_GIVEN,
+        weight_decay: float | NotGiven = NOT_GIVEN,
+        rule: Rule | NotGiven = NOT_GIVEN,
+        damping: o.Damping | NotGiven = NOT_GIVEN,
+        refresh: Refresh | NotGiven = NOT_GIVEN,
+        loss: o.Loss | NotGiven = NOT_GIVEN,
+        strategy: str | Strategy | NotGiven = NOT_GIVEN,
         grad_scaler: torch.amp.GradScaler | None = None,
-        strategy: str | Strategy = "spngd",
-        placement: str = "longest_first",
-        profile: Profile | None = None,
-        comm: CommOptions | None = None,
-        group: Any = None,
+        options: Options | NotGiven = NOT_GIVEN,
     ) -> None:
-        require_number("lr", lr, "a number > 0", above=0.0)
-        require_choice("average", average, get_args(Average))
-        curvature = Curvature(
-            statistics=statistics,
-            scale=scale,
-            whitening=whitening,
-            basis=basis,
-            moments=moments,
-            trust=options.trust_for(trust, scale, "none"),
-            kl_clip=kl_clip,
-            rest=rest,
-            rest_rate=rest_rate,
-            beta2=beta2,
+        chosen = given(
+            self.defaults if isinstance(options, NotGiven) else options,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            rule=rule,
             damping=damping,
-            damping_style=options.style_for(
-                damping_style, scale, statistics, "factored"
-            ),
-            decay=decay,
             refresh=refresh,
-            fisher=fisher,
             loss=loss,
-            accumulation=accumulation,
-            sharing=sharing,
-            norm=norm,
-            norm_damping_ratio=norm_damping_ratio,
-            skip=skip,
-            subsample=subsample,
-            largest_factor=largest_factor,
+            strategy=strategy,
         )
-        self.rescale_weights = rescale_weights
-        self.nesterov = nesterov
-        self.average = average
+        if chosen.lr is None:
+            raise TypeError(f"{type(self).__name__} needs a learning rate: lr=...")
         plain, _ = unwrap(model)
-        groups = param_groups or [{"params": list(plain.named_parameters())}]
-        rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        Optimizer.__init__(self, groups, rates)
-        for g in self.param_groups:
-            require_number("momentum", g["momentum"], "in [0, 1)", low=0.0, below=1.0)
-            require_number("weight_decay", g["weight_decay"], "a number >= 0", low=0.0)
+        rates = {
+            "lr": chosen.lr,
+            "momentum": chosen.momentum,
+            "weight_decay": chosen.weight_decay,
+        }
+        named = [{"params": list(plain.named_parameters())}]
+        mine = [dict(group) for group in groups or named]
+        parts = [take_parts(group, chosen) for group in mine]
+        Optimizer.__init__(self, mine, rates)
+        for each in self.param_groups:
+            value, decay = each["momentum"], each["weight_decay"]
+            require_number("momentum", value, "in [0, 1)", low=0.0, below=1.0)
+            require_number("weight_decay", decay, "a number >= 0", low=0.0)
+        owned = {
+            id(p): part
+            for group, part in zip(self.param_groups, parts, strict=True)
+            for p in group["params"]
+        }
         self.engine: Engine = Engine(
             model,
-            curvature,
-            strategy=strategy,
-            placement=placement,
-            profile=profile,
-            comm=comm or CommOptions(),
-            group=group,
+            chosen,
             grad_scaler=grad_scaler,
+            groups=owned,
             optimizer=self,
-            rule={k: vars(self)[k] for k in RULE},
             agrees_on_overflow=True,
         )
         self._overflow = Overflow(self, self.engine, grad_scaler)
         with self.engine.closing_on_error():
-            require_grouped(self.engine.blocks, self._group_of())
             require_inside(self.engine.model, self.param_groups)
-        check = partial(require_momentum, self, self.engine, average == "gradient")
+        check = partial(require_momentum, self, self.engine)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of the model's parameters."""
-        Optimizer.add_param_group(self, param_group)
+        """Refused once the optimizer is made: its plan has every parameter already."""
         if hasattr(self, "engine"):
-            require_inside(self.engine.model, self.param_groups[-1:])
+            raise RuntimeError(
+                "A parameter group cannot be added: who works on what is planned at "
+                "construction. Make a new optimizer with all groups."
+            )
+        Optimizer.add_param_group(self, param_group)
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -197,93 +156,98 @@ class SPNGD(Inspectable, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        engine = self.engine
-        if only_initialises(engine, self.param_groups):
-            for p in worked_on(engine, mine=True):
-                self._velocity(p)
+        if only_initialises(self.engine, self.param_groups):
+            mine = {id(p) for p in worked_on(self.engine, mine=True)}
+            for p, average in averages_of(self.engine):
+                if id(p) in mine:
+                    average.velocity(self.state, p)
             return value
-        with engine.attempt():
-            require_known(engine.model, engine.blocks)
-            overflow = self._overflow.unscaled()
-            captured, sums = engine.reduce_statistics()
-            gradients = engine.reduce_gradients()
-            verdict = engine.agree(captured, overflow)
-            if not verdict.finite:
-                engine.skip_step(overflow=self._overflow.told(overflow))
-                return value
-            engine.refresh(sums, verdict)
-            gradients = self._decayed(verdict.among(gradients))
-            directions = self._averaged(gradients)
-            updates = engine.precondition(directions, gradients)
-            updates = self._trusted(directions, updates, gradients)
-            mine = [engine.block[name] for name in updates]
-            before = self._before(mine)
-            with engine.meter("update"):
-                self._update(mine, updates)
-            self._share_weights(mine, verdict.present, before)
-            # what a gather brought grows stale where this rank does not work
-            for p in worked_on(engine, mine=False):
-                self.state.pop(p, None)
-            engine.end()
+        self.engine.run(self)
         return value
+
+    def begin(self) -> Tensor | None:
+        """What must hold before a step, and what a scaler found."""
+        require_known(self.engine.model, self.engine.blocks)
+        return self._overflow.unscaled()
+
+    def skipped(self, overflow: Tensor | None) -> bool:
+        """Tell the scaler, if it is one's, that some rank has an overflow."""
+        return self._overflow.told(overflow)
+
+    def directions(self, gradients: dict[str, Tensor]) -> Directions:
+        """Gradients with coupled weight decay, and what momentum makes of them."""
+        gradients = self._decayed(gradients)
+        parts, averages = self.engine.parts, dict[int, Tensor]()
+        left, noise = dict[int, float](), dict[str, float]()
+        averaged = {n: g for n, g in gradients.items() if parts[n].average.keeps_mass}
+        for group, average, params, grads in self._by_group(averaged):
+            m = float(group["momentum"])
+            found = average.directions(self.state, params, grads, m)
+            averages |= {id(p): x for p, x in zip(params, found, strict=True)}
+            left |= dict.fromkeys(map(id, params), average.noise(m))
+        directions = dict(gradients)
+        for name in averaged:
+            block = self.engine.block[name]
+            if not block.is_foreign:
+                means = [averages[id(p)] for p in block.parameters]
+                directions[name] = block.fold(means)
+                noise[name] = left[id(block.parameters[0])]
+        return Directions(directions=directions, gradients=gradients, noise=noise)
+
+    def learning_rate(self, names: Sequence[str]) -> float:
+        """The largest of these blocks' groups, for the KL clip."""
+        group_of, blocks = self._group_of(), (self.engine.block[n] for n in names)
+        params = [p for block in blocks for p in block.parameters]
+        rates = [float(group_of[id(p)]["lr"]) for p in params if id(p) in group_of]
+        return max(rates, default=0.0)
+
+    def write(self, found: Updates) -> None:
+        """Move the weights that this rank works on, and get the others."""
+        engine, clips = self.engine, found.clips
+        updates = {
+            n: u * clips[n] if n in clips else u for n, u in found.updates.items()
+        }
+        mine = [engine.block[name] for name in updates]
+        before = self._before(mine)
+        with engine.meter("update"):
+            self._update(mine, updates)
+        self._share_weights(mine, updates, found.present, before)
+        # what a gather brought grows stale where this rank does not work
+        for p in worked_on(engine, mine=False):
+            self.state.pop(p, None)
 
     def _decayed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gradients with the weight decay of their group, unless it is decoupled."""
-        if self.engine.config.trust == "layer":
-            return gradients
-        group_of = self._group_of()
+        group_of, parts = self._group_of(), self.engine.parts
         for name, g in gradients.items():
             block = self.engine.block[name]
+            if block.is_foreign or not parts[name].decay.coupled:
+                continue
             decays = [group_of[id(p)]["weight_decay"] for p in block.parameters]
             if any(decays):
                 pairs = zip(decays, block.parameters, strict=True)
                 gradients[name] = g + block.fold([d * p for d, p in pairs])
         return gradients
 
-    def _averaged(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """With ``average="gradient"``, the running averages, without their bias."""
-        if self.average == "update":
-            return gradients
-        averages: dict[int, Tensor] = {}
-        for group, params, grads in self._by_group(gradients):
-            m = float(group["momentum"])
-            found = averaged(self.state, params, grads, m, self.nesterov)
-            averages |= {id(p): x for p, x in zip(params, found, strict=True)}
-        return {
-            name: block.fold([averages[id(p)] for p in block.parameters])
-            for name, block in ((name, self.engine.block[name]) for name in gradients)
-        }
-
-    def _trusted(
-        self,
-        directions: dict[str, Tensor],
-        updates: dict[str, Tensor],
-        gradients: dict[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """Updates at the length that the chosen trust gives them."""
-        updates = layer_trust(self.engine, updates, gradients)
-        lr = max(float(group["lr"]) for group in self.param_groups)
-        nu = kl_trust(self.engine, directions, updates, lr)
-        if nu is None:
-            return updates
-        kind = {name: self.engine.block[name].kind for name in updates}
-        return {n: u if kind[n] is None else u * nu for n, u in updates.items()}
-
     def _update(self, blocks: list[Block], updates: dict[str, Tensor]) -> None:
         """eq. 23 and 24 for the blocks that this rank works on, a group at a time."""
-        if self.engine.config.trust == "layer":
-            self._shrink(blocks)
-        for group, params, changes in self._by_group(updates):
-            if self.average == "gradient":
-                foreach.add_(params, changes, -group["lr"])
-            else:
-                self._move(group, params, changes)
-        if self.rescale_weights:
-            self._rescale([b for b in blocks if b.kind is not None and b.kind.rescaled])
+        parts, by_decay = self.engine.parts, dict[Decay, list[Block]]()
+        for block in blocks:
+            if not block.is_foreign:
+                by_decay.setdefault(parts[block.name].decay, []).append(block)
+        self._shrink([b for d, bs in by_decay.items() if not d.coupled for b in bs])
+        for group, average, params, changes in self._by_group(updates):
+            lr, momentum = group["lr"], group["momentum"]
+            average.move(self.state, params, changes, lr, momentum)
+        for decay, its in by_decay.items():
+            for block, change in decay.rescaled(its):
+                average = parts[block.name].average
+                average.follow(self.state, block.parameters[0], change)
 
     def _shrink(self, blocks: list[Block]) -> None:
-        """Decoupled decay, of weights that have factors."""
-        weights = {id(b.parameters[0]) for b in blocks if b.is_factored}
+        """Decoupled decay, of weights that have factors and are no tables."""
+        blocks = [b for b in blocks if b.is_factored and not b.is_table]
+        weights = {id(b.parameters[0]) for b in blocks}
         for group in self.param_groups:
             decayed = [p for p in group["params"] if id(p) in weights]
             if group["weight_decay"] and decayed:
@@ -291,39 +255,24 @@ class SPNGD(Inspectable, Optimizer):
 
     def _by_group(
         self, stacks: dict[str, Tensor]
-    ) -> Iterator[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
-        """Parameters of the named blocks and tensors like them, by parameter group."""
+    ) -> Iterator[tuple[dict[str, Any], Average, list[Tensor], list[Tensor]]]:
+        """Our parameters of the named blocks and tensors like them, by group."""
         group_of = self._group_of()
         by_group: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        averages: dict[int, Average] = {}
         for name, stack in stacks.items():
             block = self.engine.block[name]
+            if block.is_foreign:
+                continue
             for p, x in zip(block.parameters, block.unfold(stack), strict=True):
-                by_group.setdefault(id(group_of[id(p)]), []).append((p, x))
+                number = id(group_of[id(p)])
+                by_group.setdefault(number, []).append((p, x))
+                averages[number] = self.engine.parts[name].average
         for group in self.param_groups:
             pairs = by_group.get(id(group), [])
             if pairs:
-                yield group, [p for p, _ in pairs], [x for _, x in pairs]
-
-    def _move(
-        self, group: dict[str, Any], params: list[Tensor], updates: list[Tensor]
-    ) -> None:
-        velocity = [self._velocity(p) for p in params]
-        foreach.scale_(velocity, group["momentum"])
-        foreach.add_(velocity, updates, -group["lr"])
-        if self.nesterov:
-            foreach.add_(params, velocity, group["momentum"])
-            foreach.add_(params, updates, -group["lr"])
-        else:
-            foreach.add_(params, velocity)
-
-    def _velocity(self, p: Tensor) -> Tensor:
-        return velocity_of(self.state, p, self.average == "gradient")
-
-    def _rescale(self, blocks: list[Block]) -> None:
-        """eq. 24; the rescaling is part of the last change of w, if that is kept."""
-        changes = rescale(blocks)
-        if changes and self.average == "update":
-            foreach.add_([self._velocity(b.parameters[0]) for b in blocks], changes)
+                params, tensors = [p for p, _ in pairs], [x for _, x in pairs]
+                yield group, averages[id(group)], params, tensors
 
     def _before(self, mine: list[Block]) -> dict[int, Tensor] | None:
         """The weights that this rank will change, if only changes are to be shared."""
@@ -331,11 +280,13 @@ class SPNGD(Inspectable, Optimizer):
         wire = engine.comm.options.wire_dtype("share_updates", engine.like.dtype)
         if engine.comm.world == 1 or wire == engine.like.dtype:
             return None
-        return {id(p): p.clone() for b in mine for p in b.parameters}
+        ours = [b for b in mine if not b.is_foreign]
+        return {id(p): p.clone() for b in ours for p in b.parameters}
 
     def _share_weights(
         self,
         mine: list[Block],
+        updates: dict[str, Tensor],
         present: frozenset[str],
         before: dict[int, Tensor] | None,
     ) -> None:
@@ -343,17 +294,25 @@ class SPNGD(Inspectable, Optimizer):
 
         In half precision their changes instead, which all ranks add, rounded alike: a
         rounded weight would swallow the changes that are smaller than its last bit.
+        Of parameters that another optimizer has, the mean gradient.
         """
         engine = self.engine
         if engine.comm.world == 1:
             return
-        shared = {b.name: b.fold(list(b.parameters)) for b in mine}
-        if before is not None:
-            for b in mine:
+        shared = dict(updates)
+        for b in mine:
+            if not b.is_foreign:
+                shared[b.name] = b.fold(list(b.parameters))
+            if not b.is_foreign and before is not None:
                 old = b.fold([before[id(p)] for p in b.parameters])
                 shared[b.name] = shared[b.name] - old
-        for name, stack in engine.share(shared, present).items():
+        foreign = {n: u for n, u in updates.items() if engine.block[n].is_foreign}
+        for name, stack in (foreign | engine.share(shared, present)).items():
             block = engine.block[name]
+            if block.is_foreign:
+                if engine.own_gradients:
+                    block.write_gradient(stack)
+                continue
             for p, x in zip(block.parameters, block.unfold(stack), strict=True):
                 p.copy_(x if before is None else before.get(id(p), p) + x)
 
@@ -366,7 +325,7 @@ class SPNGD(Inspectable, Optimizer):
         self._gather_velocity()
 
     def _gather_velocity(self) -> None:
-        gather_momentum(self.state, self.engine, self.average == "gradient")
+        gather_momentum(self.state, self.engine)
 
     def _group_of(self) -> dict[int, dict[str, Any]]:
         return {id(p): g for g in self.param_groups for p in g["params"]}

@@ -22,6 +22,7 @@ from tests.support.facts import starts_processes
 from natgrad_lab.train.records import read_metrics
 
 PRELOAD = [
+    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
     "natgrad_lab.train.session",

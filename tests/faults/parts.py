@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tests.faults.agent import Agent, Fault
 from tests.faults.arguments import KINDS, search
+from tests.faults.cells import CELLS, run_cell
 from tests.faults.launch import arguments, torchrun
 from tests.faults.left import all_hooks, is_flat, left_behind, rss, slope
 from tests.faults.poison import METHODS, PLACES, Poison, train_poisoned
@@ -252,7 +253,7 @@ def long_run(number: int) -> Result:
         model=ModelConfig(name="mlp"),
         data=DataConfig(augment=False),
         optimizer=OptimizerConfig(name="spngd", lr=1e-3),
-        curvature=CurvatureConfig(damping=0.1, norm="unit", decay=0.9),
+        curvature=CurvatureConfig(damping=0.1, norm="unit", factor_decay=0.9),
         refresh=RefreshConfig(statistics=5, inverses=20),
     )
     seen: list[tuple[int, float]] = []
@@ -308,6 +309,7 @@ PARTS: dict[str, tuple[Callable[[int], Result], int]] = {
     "numbers": (numbers, 6),
     "damaged": (damaged, 2),
     "full": (full, 2),
+    "cells": (run_cell, len(CELLS)),
     "killed": (killed, 30),
     "hung": (hung, 4),
     "fewer": (fewer, 3),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.support.construct import construct
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,10 +44,14 @@ def network() -> nn.Sequential:
 
 def make(method: str, model: nn.Module) -> tuple[Any, Any, Any, Any]:
     """What is called, what is stepped, what is asked for its health, and a scaler."""
-    options: dict[str, Any] = {"refresh": natgrad.Every(), "decay": 0.5, "damping": 0.1}
+    options: dict[str, Any] = {
+        "refresh": natgrad.Every(),
+        "factor_decay": 0.5,
+        "damping": 0.1,
+    }
     options["comm"] = natgrad.CommOptions(overlap=False)
     if method == "spngd":
-        optimizer = natgrad.SPNGD(model, lr=0.01, **options)
+        optimizer = construct(natgrad.SPNGD, model, lr=0.01, **options)
         return model, optimizer, optimizer, None
     replica = model
     if dist.is_initialized():
@@ -56,7 +61,12 @@ def make(method: str, model: nn.Module) -> tuple[Any, Any, Any, Any]:
     if method == "scaler":
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     options |= {"norm": "unit", "grad_scaler": scaler}
-    return replica, optimizer, natgrad.KFAC(replica, optimizer, **options), scaler
+    return (
+        replica,
+        optimizer,
+        construct(natgrad.KFAC, replica, optimizer, **options),
+        scaler,
+    )
 
 
 def train_poisoned(rank: int, method: str, poisons: list[Poison]) -> dict[str, Any]:

@@ -5,9 +5,9 @@
     python -m tests.faults.soak --report   # write benchmarks/results/soak.md
 
 Each piece appends a line to ``runs/soak.jsonl``: what was injected, how many runs were
-lost, how many ranks diverged, and with which code: git's digest of ``src``. A piece
-that is there for the code as it is now is not run again; one of other code, or of code
-that was not committed, does not count.
+lost, how many ranks diverged, and with which code: git's digests of ``src`` and
+``lab/src``. A piece that is there for the code as it is now is not run again; one of
+other code, or of code that was not committed, does not count.
 """
 
 import argparse
@@ -34,6 +34,9 @@ WORDS = {
     "SPNGD, KFAC under DDP, the same in float16 with GradScaler",
     "damaged": "checkpoint files changed, cut or lost",
     "full": "saves on a full disk",
+    "cells": "ranks that raise, die, stand still, have other settings, weights or "
+    "gradients, NaN or no examples; every strategy, rule and optimizer, DDP and own "
+    "gradients; 2 and 3 ranks",
     "killed": "kill -9 at 8 points of a step and a save, errors, SIGTERM; 2 ranks",
     "hung": "a rank that stands still",
     "fewer": "kill -9 and fewer ranks after it: 4, 2, 1",
@@ -67,7 +70,12 @@ def run_pieces(minutes: float, only: list[str]) -> None:
 def run_piece(part: str, piece: int, function: Callable[[int], Result]) -> None:
     """One piece, kept with the code that it was run with."""
     began, digest, commit = time.monotonic(), code(), _git("rev-parse", "HEAD")[:9]
-    result = {"part": part, "piece": piece, **function(piece)}
+    result: Result = {"part": part, "piece": piece}
+    try:
+        result |= function(piece)
+    except Exception as error:  # the other pieces are still to be run
+        said = f"{type(error).__name__}: {error}"
+        result |= {"faults": 0, "lost": 1, "diverged": 0, "error": said}
     # changed meanwhile: then nobody knows which code it was
     result["digest"] = digest if digest == code() else ""
     result["commit"] = commit
@@ -88,7 +96,7 @@ def code() -> str:
     """Git's digest of the sources that are run; empty if files differ from it."""
     if _git("status", "--porcelain", "--", "src", "lab/src", "tests/faults"):
         return ""
-    return _git("rev-parse", "HEAD:src")[:12]
+    return "+".join(_git("rev-parse", f"HEAD:{p}")[:12] for p in ("src", "lab/src"))
 
 
 def _git(*words: str) -> str:
@@ -119,9 +127,39 @@ def report() -> str:
                 f"| {words} | {sums['faults']} | {sums['lost']} | {sums['diverged']} |"
             )
     lines.append(f"| all | {total['faults']} | {total['lost']} | {total['diverged']} |")
-    lines += ["", *_long_words(results), *_random_words(results)]
+    lines += ["", *_kind_words(results)]
+    lines += [*_long_words(results), *_random_words(results)]
     lines += _open_words(results, digest)
     return "\n".join(lines) + "\n"
+
+
+def _kind_words(results: list[Result]) -> list[str]:
+    """How often each kind was met by ranks of the library, and the longest wait."""
+    mine = [r for r in results if r["part"] == "cells" and "cell" in r]
+    if not mine:
+        return []
+    met = Counter(kind for r in mine for kind in r["kinds"])
+    lost = Counter(kind for r in mine for kind in r["lost kinds"])
+    waits = {k: max(r["slowest"].get(k, 0.0) for r in mine) for k in met}
+    ways = len({tuple(r["cell"][:3]) for r in mine})
+    unnamed = sum(r["unnamed"] for r in mine)
+    told = {kind: f"{wait:.1f}" if wait else "" for kind, wait in waits.items()}
+    rows = [f"| {k} | {met[k]} | {lost[k]} | {told[k]} |" for k in sorted(met)]
+    return [
+        f"Of ranks, in {ways} ways to train. A setting, weight or gradient that one "
+        "rank has differently must be named by one error on all, after which all go "
+        "on. What ends a rank must end the survivors, who name it, and all start again "
+        "from the last checkpoint. The end must be that of an undisturbed run, to the "
+        "last bit.",
+        "",
+        "| kind | injected | lost | longest wait of a survivor, s |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        f"In {unnamed} of them a survivor was ended by an error of DDP's own exchange, "
+        "which names nobody.",
+        "",
+    ]
 
 
 def _open_words(results: list[Result], digest: str) -> list[str]:
@@ -137,8 +175,8 @@ def _open_words(results: list[Result], digest: str) -> list[str]:
     return [
         *words,
         "",
-        f"All with the same code: `git rev-parse HEAD:src` begins with {digest}, at "
-        f"the commits {commits}. {minutes:.0f} minutes in all.",
+        f"All with the same code: `git rev-parse HEAD:src HEAD:lab/src` begin with "
+        f"{digest}, at the commits {commits}. {minutes:.0f} minutes in all.",
     ]
 
 

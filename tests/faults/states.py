@@ -12,12 +12,18 @@ from torch import Tensor
 import natgrad
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "KFAC": ("KFAC", {"norm": "unit", "decay": 0.5}),
-    "KFAC corrected": ("KFAC", {"scale": "corrected", "refresh": natgrad.Every()}),
-    "KFAC adaptive": ("KFAC", {"scale": "adaptive", "trust": "layer"}),
+    "KFAC": ("KFAC", {"norm": "unit", "factor_decay": 0.5}),
+    "KFAC corrected": ("KFAC", {"rule": natgrad.EKFAC(), "refresh": natgrad.Every()}),
+    "KFAC adaptive": (
+        "KFAC",
+        {"rule": natgrad.EigenAdam(), "length": natgrad.LayerTrust()},
+    ),
     "KFAC budget": ("KFAC", {"refresh": partial(natgrad.Budget, 0.5)}),
     "SPNGD": ("SPNGD", {}),
-    "SPNGD adaptive": ("SPNGD", {"scale": "adaptive", "rest": "adaptive"}),
+    "SPNGD adaptive": (
+        "SPNGD",
+        {"rule": natgrad.EigenAdam(), "fallback": natgrad.Adam()},
+    ),
     "SPNGD budget": ("SPNGD", {"refresh": partial(natgrad.Budget, 0.5)}),
     "Polar": ("Polar", {}),
 }

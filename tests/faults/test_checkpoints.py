@@ -341,7 +341,7 @@ def config(**settings: Any) -> TrainConfig:
         model=ModelConfig(name="mlp"),
         data=DataConfig(augment=False, mixup=0.4),
         optimizer=OptimizerConfig(name="spngd", lr=0.02),
-        curvature=CurvatureConfig(damping=0.1, norm="unit", decay=0.6),
+        curvature=CurvatureConfig(damping=0.1, norm="unit", factor_decay=0.6),
         refresh=RefreshConfig(statistics=2, inverses=3),
         schedule=ScheduleConfig(kind="polynomial", power=2.0, couple_momentum=True),
     )
@@ -395,14 +395,14 @@ def test_a_run_resumed_with_other_options_names_the_checkpoints(
     tmp_path: Path,
 ) -> None:
     train(tmp_path / "run", config(), World(), stop=4)
-    expected = r"No usable.*\n.*step-00000004 does not fit: .*damping_style='eigen'"
+    expected = r"No usable.*\n.*step-00000004 does not fit: .*'style': 'factored'"
     with pytest.raises(UserError, match=expected):
-        resumed(tmp_path / "run", World(), damping_style="factored")
+        resumed(tmp_path / "run", World(), style="eigen")
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
 
 
 KFAC = OptimizerConfig(kfac=True, lr=0.05)
-FACTORED = CurvatureConfig(damping=0.1, norm="unit", damping_style="factored")
+FACTORED = CurvatureConfig(damping=0.1, norm="unit", style="factored")
 ELASTIC = {
     "spngd": config(),
     "spngd-adaptive": config(refresh=RefreshConfig(kind="adaptive")),

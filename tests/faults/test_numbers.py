@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.faults.poison import METHODS, Poison, fail_to_invert, train_poisoned
+from tests.support.construct import construct
 from tests.support.toys import backward, mlp, parameters, sgd, train
 from tests.support.world import run_world
 from torch import Tensor, nn
@@ -39,14 +40,16 @@ KINDS = ["full", "deficient", "one hot", "zero", "spread"]
 SCALES = [1e-42, 1e-30, 1e-20, 1e-15, 1e-6, 1.0, 1e6, 1e12, 1e18]
 """Of inputs; the square of 1e-20 is denormal in float32, that of 1e-30 is zero."""
 RULES: dict[str, dict[str, Any]] = {
-    "eigen": {"damping_style": "eigen"},
-    "factored": {"damping_style": "factored"},
-    "relative": {"damping_style": "relative"},
-    "corrected": {"scale": "corrected", "damping_style": "eigen"},
-    "adaptive": {"scale": "adaptive", "damping_style": "eigen"},
-    "orthogonal": {"scale": "orthogonal", "damping_style": "relative"},
-    "inputs": {"scale": "orthogonal", "statistics": "inputs", "whitening": "full"},
-    "outputs": {"statistics": "outputs", "damping_style": "relative"},
+    "eigen": {"rule": natgrad.Kronecker(style="eigen")},
+    "factored": {"rule": natgrad.Kronecker(style="factored")},
+    "relative": {"rule": natgrad.Kronecker(style="relative")},
+    "corrected": {"rule": natgrad.EKFAC(style="eigen")},
+    "adaptive": {"rule": natgrad.EigenAdam()},
+    "orthogonal": {"rule": natgrad.Orthogonal()},
+    "inputs": {
+        "rule": natgrad.Orthogonal(sides="inputs", whitening="full", style="factored")
+    },
+    "outputs": {"rule": natgrad.Kronecker(sides="outputs", style="relative")},
 }
 
 
@@ -113,9 +116,9 @@ def require_descent(case: Hostile, before: list[Tensor], after: list[Tensor]) ->
 def kfac_on(case: Hostile) -> bool:
     """Whether the step was taken, which must then be a descent."""
     model = case.model()
-    options: dict[str, Any] = {"trust": "none", "damping": case.damping}
+    options: dict[str, Any] = {"length": natgrad.Free(), "damping": case.damping}
     options |= RULES[case.rule]
-    with natgrad.KFAC(model, lr=0.1, kl_clip=None, **options) as kfac:
+    with natgrad.KFAC(model, **options) as kfac:
         before = case.gradients(model)
         if not all(bool(g.isfinite().all()) for g in before):
             return False  # the gradient itself is beyond its type
@@ -131,7 +134,7 @@ def spngd_on(case: Hostile) -> bool:
     model = case.model()
     options: dict[str, Any] = {"momentum": 0.0, "damping": case.damping}
     options |= RULES[case.rule]
-    with natgrad.SPNGD(model, lr=1e-6, **options) as spngd:
+    with construct(natgrad.SPNGD, model, lr=1e-6, **options) as spngd:
         before = case.gradients(model)
         if not all(bool(g.isfinite().all()) for g in before):
             return False
@@ -333,7 +336,14 @@ def _huge_inverse(rank: int) -> bool:
     model = nn.Linear(3, 3)
     comm = CommOptions(precision=torch.float16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    natgrad.KFAC(model, optimizer, damping=1e-9, damping_style="factored", comm=comm)
+    construct(
+        natgrad.KFAC,
+        model,
+        optimizer,
+        damping=1e-9,
+        rule=natgrad.Kronecker(style="factored"),
+        comm=comm,
+    )
     for _ in range(2):
         optimizer.zero_grad()
         (model(torch.ones(4, 3) * 1e-5) * 1e-5).sum().backward()

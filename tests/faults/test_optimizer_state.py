@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support.construct import construct
 from tests.support.toys import (
     backward,
     mlp,
@@ -35,18 +36,20 @@ Make = Callable[[nn.Module], Optimizer]
 
 
 def kfac(model: nn.Module) -> Optimizer:
-    return sgd(model, refresh=natgrad.Every(2, 3), decay=0.6, norm="unit")[0]
+    return sgd(model, refresh=natgrad.Every(2, 3), factor_decay=0.6, norm="unit")[0]
 
 
 def plain_sgd(model: nn.Module) -> Optimizer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    natgrad.KFAC(model, optimizer, refresh=natgrad.Adaptive(), decay=0.6)
+    natgrad.KFAC(model, optimizer, refresh=natgrad.Adaptive(), factor_decay=0.6)
     return optimizer
 
 
 def adam(model: nn.Module) -> Optimizer:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    natgrad.KFAC(model, optimizer, damping_style="factored", norm="diag")
+    natgrad.KFAC(
+        model, optimizer, rule=natgrad.Kronecker(style="factored"), norm="diag"
+    )
     return optimizer
 
 
@@ -55,7 +58,14 @@ def spngd(model: nn.Module) -> Optimizer:
 
 
 def adaptive(model: nn.Module) -> Optimizer:
-    return natgrad.SPNGD(model, lr=0.02, scale="adaptive", rest="adaptive", norm="skip")
+    return construct(
+        natgrad.SPNGD,
+        model,
+        lr=0.02,
+        rule=natgrad.EigenAdam(),
+        fallback=natgrad.Adam(),
+        norm="skip",
+    )
 
 
 MAKERS: dict[str, Make] = {
@@ -165,8 +175,8 @@ def wrapped(maker: str) -> tuple[nn.Module, Any, Optimizer]:
     if torch.distributed.is_initialized():
         replica = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
-    options: dict[str, Any] = {"refresh": natgrad.Every(2, 3), "decay": 0.6}
-    natgrad.KFAC(replica, optimizer, damping=0.1, **options)
+    options: dict[str, Any] = {"refresh": natgrad.Every(2, 3), "factor_decay": 0.6}
+    construct(natgrad.KFAC, replica, optimizer, damping=0.1, **options)
     return model, replica, optimizer
 
 

@@ -1,13 +1,19 @@
 """What the soak counts: pieces of the code as it is, and nothing left behind."""
 
 import json
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults import soak
+from tests.faults import cells, soak
 from tests.faults.left import all_hooks, is_flat, slope
+from tests.faults.parts import PARTS
+from tests.support.fleet import RULES
 from tests.support.toys import mlp, sgd, train
+
+from natgrad.plan.strategies import STRATEGIES
 
 
 def entry(part: str, piece: int, digest: str, lost: int = 0) -> str:
@@ -31,8 +37,66 @@ def test_only_pieces_of_this_code_count(results: Path) -> None:
     assert [(r["part"], r["piece"]) for r in soak.done("new")] == [("killed", 1)]
     page = soak.report()
     assert "| all | 7 | 0 | 0 |" in page
-    assert "begins with new, at the commits of-new." in page
+    assert "begin with new, at the commits of-new." in page
     assert "killed (29), hung (4)" in page
+
+
+def test_a_piece_that_breaks_is_lost_and_the_rest_goes_on(results: Path) -> None:
+    def breaks(piece: int) -> Any:
+        raise TimeoutError(f"ranks [{piece}] still run")
+
+    soak.run_piece("killed", 2, breaks)
+    assert soak.done("new")[-1]["error"] == "TimeoutError: ranks [2] still run"
+    assert "| all | 7 | 1 | 0 |" in soak.report()
+
+
+def test_the_page_counts_by_kind(results: Path) -> None:
+    cell = {
+        "cell": ["kfac ddp", "eigen", "spngd", 2],
+        "kinds": ["lr", "killed in forward"],
+        "lost kinds": ["lr"],
+        "slowest": {"killed in forward": 1.25},
+        "unnamed": 1,
+    }
+    soak.run_piece(
+        "cells", 0, lambda _: {**cell, "faults": 2, "lost": 1, "diverged": 0}
+    )
+    page = soak.report()
+    assert "| killed in forward | 1 | 0 | 1.2 |" in page
+    assert "| lr | 1 | 1 |  |" in page
+    assert "In 1 of them" in page
+
+
+def test_a_thousand_faults_are_planned() -> None:
+    """With those that lab runs meet: see the parts."""
+    others = {"numbers": 40, "damaged": 40, "full": 30, "killed": 7, "hung": 1}
+    others |= {"fewer": 2, "torchrun": 3, "cells": cells.FAULTS}
+    assert sum(n * PARTS[part][1] for part, n in others.items()) >= 1000
+    assert {c.strategy for c in cells.CELLS} == {*STRATEGIES, "hybrid(0.5)"}
+    assert {c.rule for c in cells.CELLS} == {*RULES, ""}
+
+
+def test_every_kind_of_fault_is_drawn_often() -> None:
+    met: Counter[str] = Counter()
+    for number, cell in enumerate(cells.CELLS):
+        source = random.Random(number)
+        world = 2 if cell.is_ddp else source.choice([2, 2, 3])
+        met.update(f.kind for f in cells._drawn(source, cell, world))
+    assert set(met) == {*cells.DATA, *cells.TOLD, *cells.FATAL}
+    assert min(met.values()) >= 8
+
+
+def test_some_faults_of_a_cell_leave_no_trace() -> None:
+    """One of each sort; the soak has many."""
+    number = cells.CELLS.index(cells.Cell("spngd", "factored", "spngd"))
+    faults = [
+        cells.Fault("lr", 1, 1),
+        cells.Fault("empty batch on one rank", 2, 0),
+        cells.Fault("raised after agreeing, lives", 4, 1),
+    ]
+    result = cells.run_cell(number, faults)
+    assert (result["faults"], result["lost"], result["diverged"]) == (3, 0, 0)
+    assert result["slowest"]["raised after agreeing, lives"] < cells.PROMPT
 
 
 def test_pieces_of_other_code_are_run_anew(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.toys import backward, batch, mlp, parameters, train
 from tests.support.world import run_world
 from torch import Tensor, nn
@@ -26,7 +27,9 @@ STEPS = 6
 
 def made(model: nn.Module, **options: Any) -> tuple[torch.optim.Optimizer, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return optimizer, natgrad.KFAC(model, optimizer, refresh=REFRESH, **options)
+    return optimizer, construct(
+        natgrad.KFAC, model, optimizer, refresh=REFRESH, **options
+    )
 
 
 def plain(steps: int = STEPS, micro: int = 1, **options: Any) -> list[Tensor]:

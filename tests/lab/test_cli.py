@@ -37,11 +37,11 @@ def test_a_recipe_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_any_setting_can_be_overridden() -> None:
     given = ["--batch", "256", "--optimizer.lr", "0.3", "--targets", "90", "95"]
-    given += ["--curvature.kl-clip", "None", "--schedule.decay-epochs", "3", "5"]
+    given += ["--refresh.inverses", "None", "--schedule.decay-epochs", "3", "5"]
     config = parse("pauloski2020-cifar10-kfac-x1", given)
     assert (config.batch, config.optimizer.lr) == (256, 0.3)
     assert config.targets == (90.0, 95.0)
-    assert config.curvature.kl_clip is None
+    assert config.refresh.inverses is None
     assert config.schedule.decay_epochs == (3.0, 5.0)
     assert config.epochs == 100
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.support.construct import construct
 from torch import nn
 
 import natgrad
@@ -334,7 +335,7 @@ def watched(
 ) -> list[dict[str, Any]]:
     """The looks at 30 steps of K-FAC, every fifth."""
     records: list[dict[str, Any]] = []
-    with natgrad.KFAC(model, optimizer, **options) as kfac:
+    with construct(natgrad.KFAC, model, optimizer, **options) as kfac:
         kfac.watch(every=5, sink=records.append)
         for step in range(30):
             optimizer.zero_grad()

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.world import run_world
 from torch import nn
 
+import natgrad
 from natgrad import KFAC, SPNGD, Adaptive, Budget, Every, Polar, hybrid
 from natgrad.plan.memory import memory_of, momentum_of
 from natgrad_lab.simulate.memory import keeps_of
@@ -14,22 +16,33 @@ from natgrad_lab.simulate.memory import keeps_of
 OFTEN, RARELY = Every(), Every(statistics=1, inverses=3)
 CASES: dict[str, tuple[type, dict[str, Any]]] = {
     "kfac": (KFAC, {"refresh": OFTEN}),
-    "kfac, inverses": (KFAC, {"damping_style": "factored", "refresh": OFTEN}),
+    "kfac, inverses": (
+        KFAC,
+        {"rule": natgrad.Kronecker(style="factored"), "refresh": OFTEN},
+    ),
     "layer_wise": (KFAC, {"strategy": "layer_wise", "norm": "full", "refresh": OFTEN}),
     "hybrid": (KFAC, {"strategy": hybrid(0.5), "norm": "diag", "refresh": OFTEN}),
-    "no average": (KFAC, {"decay": 0.0, "refresh": OFTEN}),
-    "waiting": (KFAC, {"decay": 0.0, "refresh": RARELY}),
-    "watched": (KFAC, {"decay": 0.0, "refresh": Budget(overhead=10.0)}),
+    "no average": (KFAC, {"factor_decay": 0.0, "refresh": OFTEN}),
+    "waiting": (KFAC, {"factor_decay": 0.0, "refresh": RARELY}),
+    "watched": (KFAC, {"factor_decay": 0.0, "refresh": Budget(overhead=10.0)}),
     "judged": (KFAC, {"refresh": Adaptive(tolerance=1e-9)}),
-    "ekfac": (KFAC, {"scale": "corrected", "refresh": OFTEN}),
+    "ekfac": (KFAC, {"rule": natgrad.EKFAC(), "refresh": OFTEN}),
     "ekfac, alone": (
         KFAC,
-        {"scale": "corrected", "strategy": "layer_wise", "refresh": OFTEN},
+        {"rule": natgrad.EKFAC(), "strategy": "layer_wise", "refresh": OFTEN},
     ),
-    "ekfac, waiting": (KFAC, {"scale": "corrected", "decay": 0.0, "refresh": RARELY}),
+    "ekfac, waiting": (
+        KFAC,
+        {"rule": natgrad.EKFAC(), "factor_decay": 0.0, "refresh": RARELY},
+    ),
     "soap": (
         KFAC,
-        {"scale": "adaptive", "trust": "none", "rest": "adaptive", "refresh": OFTEN},
+        {
+            "rule": natgrad.EigenAdam(),
+            "length": natgrad.Free(),
+            "fallback": natgrad.Adam(),
+            "refresh": OFTEN,
+        },
     ),
     "spngd": (SPNGD, {"refresh": Adaptive(tolerance=1e-9)}),
     "spngd, everywhere": (SPNGD, {"strategy": "factor_wise", "refresh": OFTEN}),
@@ -64,7 +77,8 @@ def kept_on(rank: int, case: str) -> tuple[dict[str, int], dict[str, int]]:
     model = Network()
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     curved = kind is KFAC
-    made = kind(model, sgd, **options) if curved else kind(model, lr=1e-3, **options)
+    chosen = options if curved else {"lr": 1e-3, **options}
+    made: Any = construct(kind, model, sgd if curved else None, **chosen)
     generator = torch.Generator().manual_seed(rank)
     optimizer: Any = sgd if curved else made
     for _ in range(STEPS):
@@ -81,7 +95,7 @@ def kept_on(rank: int, case: str) -> tuple[dict[str, int], dict[str, int]]:
         "moments": bytes_of([m.square for m in engine.moments.states.values()]),
         "momentum": bytes_of([x for x in buffers if isinstance(x, torch.Tensor)]),
     }
-    planned = memory_of(engine.plan, keeps_of(engine.config))[rank]
+    planned = memory_of(engine.plan, keeps_of(engine.options))[rank]
     planned["momentum"] = momentum_of(engine.plan, sharded=not curved)[rank]
     made.close()
     return real, planned

@@ -1,17 +1,21 @@
 """Update rules: each lowers a loss, Muon sees matrices, states load safely."""
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from torch import nn
 
+import natgrad
+from natgrad_lab import named
 from natgrad_lab.errors import UserError
 from natgrad_lab.train import methods
 from natgrad_lab.train.config import CurvatureConfig, OptimizerConfig, TrainConfig
 from natgrad_lab.train.flat import Flat, flat_view
+from natgrad_lab.train.options import options_of
 
 CURVED = CurvatureConfig(damping=0.1, norm="unit")
 
@@ -189,3 +193,66 @@ def test_a_trust_ratio_is_for_matrices_and_adamw_has_the_rest(
     # Adam's first step has the learning rate's size
     moved = (model[0].bias.detach() - bias).abs()
     torch.testing.assert_close(moved, torch.full_like(moved, rate), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("kind", [natgrad.KFAC, natgrad.SPNGD, natgrad.Polar])
+def test_what_a_config_does_not_say_is_the_optimizers_default(kind: Any) -> None:
+    names = {natgrad.SPNGD: "spngd", natgrad.Polar: "polar"}
+    name: Any = names.get(kind, "sgd")
+    optimizer = OptimizerConfig(name=name, kfac=name == "sgd", lr=0.2)
+    method = methods.make(net(), TrainConfig(optimizer=optimizer), examples=100)
+    assert method.curved is not None
+    found, wanted = method.curved.engine.options, kind.defaults
+    assert callable(found.damping)
+    assert found.damping(0) == wanted.damping
+    rate = wanted.lr if name == "sgd" else 0.2
+    usual = replace(found, damping=wanted.damping, comm=wanted.comm)
+    assert usual == replace(wanted, lr=rate)
+    assert method.optimizer.param_groups[0]["momentum"] == wanted.momentum
+    method.close()
+
+
+def test_what_a_config_says_changes_the_defaults() -> None:
+    curvature = CurvatureConfig(
+        rule="eigen_adam",
+        sides="outputs",
+        beta2=0.9,
+        length="free",
+        fallback_rate=0.5,
+        factor_decay=0.3,
+        subsample=4,
+        largest_factor="whole",
+    )
+    optimizer = OptimizerConfig(name="polar", momentum=0.6, average="updates")
+    config = TrainConfig(optimizer=optimizer, curvature=curvature)
+    found = options_of(config, examples=100)
+    assert found.rule == natgrad.EigenAdam(sides="outputs", beta2=0.9)
+    assert found.fallback == natgrad.Adam(rate=0.5, beta2=0.9)
+    assert (found.length, found.subsample) == (natgrad.Free(), 4)
+    assert (found.largest_factor, found.factor_decay) == (None, 0.3)
+    assert found.average == natgrad.AverageUpdates()
+    kept = natgrad.Polar.defaults
+    assert (found.momentum, found.refresh, found.decay) == (
+        0.6,
+        kept.refresh,
+        kept.decay,
+    )
+
+
+def test_a_setting_that_a_rule_does_not_have_is_refused() -> None:
+    curvature = CurvatureConfig(rule="ekfac", whitening="full")
+    config = TrainConfig(optimizer=OptimizerConfig(kfac=True), curvature=curvature)
+    with pytest.raises(UserError, match="whitening='full': EKFAC has basis, moments"):
+        options_of(config, examples=100)
+
+
+def test_flags_call_parts_what_the_library_does() -> None:
+    hints = get_type_hints(CurvatureConfig)
+    known = {
+        "rule": named.RULES,
+        "fallback": named.FALLBACKS,
+        "length": named.LENGTHS,
+    }
+    for name, kinds in known.items():
+        words, _ = get_args(hints[name])
+        assert set(get_args(words)) == set(kinds)

@@ -5,19 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import tyro
 
-from natgrad import KFAC, SPNGD, Adaptive, Every, Polar
-from natgrad.options import Curvature
+from natgrad import Adaptive, Every, Options, Polar
 from natgrad.plan import HardwareProfile, make_plan
 from natgrad.plan.autotune.profile import Link
 from natgrad_lab import cli
 from natgrad_lab.errors import UserError
-from natgrad_lab.simulate.asked import METHODS, STRATEGIES, Asked, curvature_of
+from natgrad_lab.simulate.asked import Asked, options_asked
 from natgrad_lab.simulate.memory import (
     exchange_bytes,
-    keeps_of,
     memory_by_rank,
     parse_size,
 )
@@ -146,7 +143,7 @@ def test_the_split_is_said_to_be_planned_only(
 def test_a_split_that_cannot_be_is_refused_before_anything_is_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for given in ("--inverse eigen", "--scale adaptive"):
+    for given in ("--inverse eigen", "--rule eigen_adam"):
         with pytest.raises(UserError, match="--split"):
             main(["--model", "resnet8", "--split", *given.split()])
     assert capsys.readouterr().out == ""
@@ -170,46 +167,29 @@ def test_links_count_without_a_profile(capsys: pytest.CaptureFixture[str]) -> No
 # -- methods --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["kfac", "spngd", "polar"])
-def test_a_method_is_that_of_the_library(method: str) -> None:
-    """All that decides memory, traffic or seconds is the library's default."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
-    makers = {
-        "kfac": lambda: KFAC(model, lr=1.0),
-        "spngd": lambda: SPNGD(model, lr=0.1),
-        "polar": lambda: Polar(model, lr=0.1),
-    }
-    with makers[method]() as optimizer:
-        real, found = optimizer.engine.config, METHODS[method]
-        names = ("statistics", "scale", "rest", "damping_style", "decay", "subsample")
-        for name in names:
-            assert getattr(found, name) == getattr(real, name)
-        assert (found.norm, found.refresh) == (real.norm, real.refresh)
-        assert STRATEGIES[method] == optimizer.engine.plan.strategy
-        assert keeps_of(found) == keeps_of(real)
-
-
 def test_options_change_the_method() -> None:
-    def config(text: str) -> Curvature:
-        return curvature_of(tyro.cli(Asked, args=text.split()))
+    def asked(text: str) -> Options:
+        return options_asked(tyro.cli(Asked, args=text.split()))
 
-    polar = config("--method polar --sides both")
-    assert (polar.statistics, polar.form, polar.decay) == ("both", "root", 0.8)
-    assert config("--inverse factored").form == "inverse"
-    assert config("--scale orthogonal").form == "root"
-    assert config("--statistics 3").refresh == Every(statistics=3, inverses=100)
-    assert config("--refresh adaptive").refresh == Adaptive()
-    assert config("--method spngd --inverses 4").refresh == Every(10, 4)
+    assert asked("--method polar") == Polar.defaults
+    polar = asked("--method polar --sides both")
+    rule = polar.rule
+    assert (rule.sides, rule.form, polar.factor_decay) == ("both", "root", 0.8)
+    assert asked("--inverse factored").rule.form == "inverse"
+    assert asked("--rule orthogonal").rule.form == "root"
+    assert asked("--statistics 3").refresh == Every(statistics=3, inverses=100)
+    assert asked("--refresh adaptive").refresh == Adaptive()
+    assert asked("--method spngd --inverses 4").refresh == Every(10, 4)
     for text, message in (
-        ("--decay 1", "Invalid decay=1"),
+        ("--factor-decay 2", "Invalid factor_decay=2"),
         ("--statistics 0", "Invalid statistics=0"),
-        ("--scale corrected --sides inputs", "scale='corrected'"),
+        ("--rule ekfac --sides inputs", "Invalid sides='inputs': EKFAC has"),
         ("--method polar --inverse eigen", "Invalid inverse='eigen'"),
         ("--batch-per-rank 0", "Invalid batch_per_rank=0"),
         ("--refresh adaptive --inverses 4", "--refresh adaptive"),
     ):
         with pytest.raises(UserError, match=message):
-            config(text)
+            asked(text)
 
 
 def test_polar_is_planned_with_inputs_alone(capsys: pytest.CaptureFixture[str]) -> None:

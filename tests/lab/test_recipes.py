@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
 
 import natgrad
-import natgrad_lab.train.methods
 from natgrad_lab import models
 from natgrad_lab.errors import UserError
 from natgrad_lab.recipes import FILES, RECIPES, find
 from natgrad_lab.train.methods import make
+from natgrad_lab.train.options import options_of
 from natgrad_lab.train.schedules import make_scheduler
 
 # Shape of an example, classes, examples.
@@ -51,17 +52,11 @@ def test_a_recipe_builds_on_meta(name: str) -> None:
 @pytest.mark.parametrize("name", ["digits-polar", "cifar10-polar-2048"])
 def test_polar_s_recipes_have_its_defaults(name: str) -> None:
     config = RECIPES[name].config
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    with make(model, config, examples=100).optimizer as made:  # type: ignore
-        own = {"beta2", "damping", "decay", "refresh", "rest_rate", "subsample"}
-        found = {name: getattr(made.engine.config, name) for name in own}
-        momentum = made.param_groups[0]["momentum"]
-    with natgrad.Polar(model, lr=0.1) as default:
-        wanted = {name: getattr(default.engine.config, name) for name in own}
-        assert default.param_groups[0]["momentum"] == momentum
-    assert found.pop("damping")(0) == wanted.pop("damping")
-    assert found == wanted
-    assert wanted["rest_rate"] == natgrad_lab.train.methods.REST_RATE
+    found, wanted = options_of(config, examples=100), natgrad.Polar.defaults
+    assert callable(found.damping)
+    assert found.damping(0) == wanted.damping
+    same = replace(found, damping=wanted.damping, lr=None, comm=wanted.comm)
+    assert same == wanted
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -114,7 +109,7 @@ def scheme(name: str) -> dict[str, float]:
     config = find(name).config
     schedule = config.schedule
     assert (schedule.kind, schedule.couple_momentum) == ("polynomial", True)
-    assert config.curvature.rescale_weights
+    assert config.optimizer.decay == "rescaled"
     assert config.data.erasing == 0.5
     return {
         "mixup": config.data.mixup,
@@ -122,7 +117,7 @@ def scheme(name: str) -> dict[str, float]:
         "start": schedule.start,
         "end": schedule.end or math.nan,
         "eta_0": config.optimizer.lr,
-        "m_0": config.optimizer.momentum,
+        "m_0": config.optimizer.usual_momentum,
     }
 
 
@@ -260,9 +255,10 @@ def test_ma_has_points_of_the_papers_grid() -> None:
         (kfac.curvature.damping, log_grid(1e-4, 0.2187)),
     ]
     for value, grid in chosen:
+        assert value is not None
         assert any(math.isclose(value, point, rel_tol=2e-3) for point in grid)
     assert (sgd.optimizer.momentum, sgd.optimizer.weight_decay) == (0.9, 5e-4)
-    assert (kfac.curvature.decay, kfac.curvature.kl_clip) == (0.9, 0.1)
+    assert (kfac.curvature.factor_decay, kfac.curvature.kappa) == (0.9, 0.1)
 
 
 @pytest.mark.parametrize("method", ["sgd", "kfac"])

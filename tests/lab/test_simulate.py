@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.world import run_world
 
-from natgrad import KFAC, Every
+from natgrad import KFAC, Every, Free
 from natgrad.distributed.communicator import Communicator
 from natgrad.plan import HardwareProfile, make_plan
 from natgrad.plan.autotune.profile import Collective, ModelTimes
@@ -131,7 +131,7 @@ def test_a_replay_refreshes_what_each_step_of_the_run_did(tmp_path: Path) -> Non
     names = sorted(s.name for spec in work.specs for s in spec.statistics)
     torch.manual_seed(0)
     model = build("mlp", in_features=784, num_classes=10)
-    kfac = KFAC(model, kl_clip=None, refresh=Every(statistics=2, inverses=4))
+    kfac = KFAC(model, length=Free(), refresh=Every(statistics=2, inverses=4))
     log, writer = RefreshLog(kfac), MetricsWriter(tmp_path)
     for step in range(1, 9):
         model.zero_grad()

@@ -112,7 +112,7 @@ def test_damping_warms_up_and_decays() -> None:
         damping_decay_epochs=(10.0,),
         damping_decay=0.5,
     )
-    damping = make_damping(TrainConfig(batch=10, curvature=curvature), examples=100)
+    damping = make_damping(TrainConfig(batch=10, curvature=curvature), 100, usual=1.0)
     value = 1e-2
     for step in range(100):
         assert damping(step) == pytest.approx(value)
@@ -122,7 +122,7 @@ def test_damping_warms_up_and_decays() -> None:
 
 def test_refresh_intervals_grow_at_their_epochs() -> None:
     refresh = RefreshConfig(statistics=2, inverses=10, decay_epochs=(1.0,))
-    rule = make_refresh(TrainConfig(batch=10, refresh=refresh), examples=100)
+    rule = make_refresh(TrainConfig(batch=10, refresh=refresh), 100, natgrad.Every())
     timing: Any = None
     assert rule.after_statistic(9, timing) == 9 + 2
     assert rule.after_statistic(10, timing) == 10 + 4
@@ -132,8 +132,10 @@ def test_refresh_intervals_grow_at_their_epochs() -> None:
 def test_every_refresh_rule_is_the_one_asked_for() -> None:
     def made(kind: Any, batch: int = 100) -> Any:
         asked = RefreshConfig(kind=kind, tolerance=0.3, overhead=0.2)
-        return make_refresh(TrainConfig(refresh=asked, batch=batch), examples=1000)
+        settings = TrainConfig(refresh=asked, batch=batch)
+        return make_refresh(settings, 1000, natgrad.Every(3, 6))
 
+    assert made(None) == made("every") == natgrad.Every(3, 6)
     assert made("adaptive") == natgrad.Adaptive(tolerance=0.3)
     assert made("budget").overhead == 0.2
     for kind in ("staircase", "late"):

@@ -1,6 +1,7 @@
 """Conventions of the tree that nothing else would notice when they break."""
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -14,6 +15,9 @@ from typing import Any
 import pytest
 
 import natgrad
+from natgrad.options import NOT_GIVEN
+from natgrad.rules.averages import Average
+from natgrad.rules.decays import Decay
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "src" / "natgrad"
@@ -130,30 +134,46 @@ def options(cls: type) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(cls).parameters)
 
 
-def test_kfac_and_spngd_share_their_options() -> None:
-    kfac, spngd = options(natgrad.KFAC), options(natgrad.SPNGD)
-    assert kfac.keys() - spngd.keys() == {"optimizer"}
-    own = {"momentum", "weight_decay", "rescale_weights", "param_groups"}
-    own |= {"nesterov", "average"}
-    assert spngd.keys() - kfac.keys() == own
-    for name in (kfac.keys() & spngd.keys()) - {"model", "lr"}:
-        assert kfac[name].annotation == spngd[name].annotation
-        assert kfac[name].kind == spngd[name].kind == inspect.Parameter.KEYWORD_ONLY
+OPTIMIZERS = (natgrad.KFAC, natgrad.SPNGD, natgrad.Polar)
+PARTS = (natgrad.Rule, natgrad.Length, Average, Decay)
 
 
-def test_polar_has_few_options_and_all_of_them_are_those_of_spngd() -> None:
-    polar, spngd = options(natgrad.Polar), options(natgrad.SPNGD)
-    assert len(polar) < len(spngd) - 10
-    for name, option in polar.items():
-        assert option.annotation == spngd[name].annotation
+def test_the_root_has_few_doors() -> None:
+    assert len(list(LIBRARY.glob("*.py"))) <= 8
 
 
-@pytest.mark.parametrize("cls", [natgrad.KFAC, natgrad.SPNGD, natgrad.Polar])
-def test_every_option_is_documented(cls: type) -> None:
-    text = inspect.getdoc(cls) or ""
-    _, _, arguments = text.partition("Args:")
-    missing = [name for name in options(cls) if name not in arguments]
-    assert missing == []
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+def test_constructors_repeat_names_of_options_and_no_defaults(cls: Any) -> None:
+    given = options(cls)
+    assert len(given) <= 12
+    known = {f.name for f in dataclasses.fields(natgrad.Options)}
+    own = {"model", "optimizer", "groups", "grad_scaler", "options"}
+    assert given.keys() - own <= known
+    for name in given.keys() & known:
+        assert given[name].default is NOT_GIVEN
+    assert isinstance(cls.defaults, natgrad.Options)
+
+
+@pytest.mark.parametrize("cls", OPTIMIZERS[:2])
+def test_every_argument_is_documented(cls: type) -> None:
+    _, _, arguments = (inspect.getdoc(cls) or "").partition("Args:")
+    assert [name for name in options(cls) if name not in arguments] == []
+
+
+def leaves(kind: type) -> Iterator[type]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from leaves(child)
+
+
+def test_every_option_is_documented_where_it_is_declared() -> None:
+    parts = [p for kind in PARTS for p in leaves(kind) if "natgrad" in p.__module__]
+    kinds: list[Any] = [p for p in parts if dataclasses.is_dataclass(p)]
+    for value in (natgrad.Options, *kinds):
+        text = inspect.getdoc(value) or ""
+        declared = vars(value).get("__annotations__", {})
+        own = [name for name in declared if name in options(value)]
+        assert [name for name in own if name not in text] == [], value
 
 
 def test_every_option_of_a_schedule_is_documented() -> None:

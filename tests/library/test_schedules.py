@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.toys import backward, mlp, sgd, train
 
 import natgrad
@@ -58,12 +59,12 @@ def test_momentum_keeps_its_ratio_to_the_learning_rate() -> None:
     model = mlp()
     spngd = natgrad.SPNGD(
         model,
-        lr=0.5,
-        momentum=0.7,
-        param_groups=[
+        [
             {"params": list(model[:2].named_parameters())},
             {"params": list(model[3].named_parameters()), "lr": 0.1, "momentum": 0.3},
         ],
+        lr=0.5,
+        momentum=0.7,
     )
     scheduler = PolynomialDecay(spngd, start=1, end=6, power=2)
     for _ in range(5):
@@ -160,13 +161,13 @@ def test_a_schedule_is_the_damping_of_each_step() -> None:
     model, other = mlp(), mlp()
     options: dict[str, Any] = {
         "refresh": natgrad.Every(1, 1),
-        "decay": 0.0,
-        "kl_clip": None,
+        "factor_decay": 0.0,
+        "length": natgrad.Free(),
     }
     one, _ = sgd(model, damping=warmup, **options)
     for step in range(4):
         other.load_state_dict(model.state_dict())
-        kfac = natgrad.KFAC(other, damping=warmup(step), **options)
+        kfac = construct(natgrad.KFAC, other, damping=warmup(step), **options)
         backward(model, step)
         one.step()
         backward(other, step)

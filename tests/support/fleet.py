@@ -4,20 +4,58 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from tests.support.construct import construct
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.distributed import watchdog
 
+RULES: dict[str, dict[str, Any]] = {
+    "eigen": {"damping_style": "eigen"},
+    "factored": {"damping_style": "factored"},
+    "corrected": {"scale": "corrected", "damping_style": "eigen"},
+    "adaptive": {"scale": "adaptive"},
+    "orthogonal": {"scale": "orthogonal", "damping_style": "relative"},
+}
 METHODS = ("spngd", "polar", "kfac", "kfac ddp")
-"""KFAC reduces gradients itself, as the others do, or leaves them to DDP."""
+"""Each reduces gradients itself, or leaves them to DDP: "spngd ddp" as well."""
 TIMEOUT = 30.0
+
+
+class Fragile(natgrad.Refresh):
+    """Every step; raises, in a process that is told to, after ranks have agreed."""
+
+    fails = False
+
+    def __repr__(self) -> str:
+        return "Fragile()"
+
+    def after_inverse(self, step: int, timing: Any) -> int:
+        if self.fails and timing.inverted:
+            raise KeyError("lost")
+        return step + 1
+
+    def after_statistic(self, step: int, timing: Any) -> int:
+        return step + 1
+
+
+class Damping:
+    """A function of the step; raises, in a process that is told to, before that."""
+
+    fails = False
+    value = 0.1
+
+    def __call__(self, step: int) -> float:
+        if self.fails:
+            raise KeyError("lost")
+        return self.value
 
 
 def quick() -> None:
@@ -53,26 +91,40 @@ class Fleet:
         self.model: Any = self.plain
         options["comm"] = natgrad.CommOptions(timeout=timeout, **comm or {})
         options.setdefault("refresh", natgrad.Every())
-        if method.startswith("kfac"):
-            if method.endswith("ddp"):
-                self.model = DistributedDataParallel(self.plain)
+        name, _, ddp = method.partition(" ")
+        if ddp:
+            limit = timedelta(seconds=timeout)
+            self.model = DistributedDataParallel(
+                self.plain, process_group=dist.new_group(timeout=limit)
+            )
+        if name == "kfac":
             self.optimizer: Any = torch.optim.SGD(
                 self.plain.parameters(), lr=lr, momentum=momentum
             )
-            self.natural: Any = natgrad.KFAC(self.model, self.optimizer, **options)
+            self.natural: Any = construct(
+                natgrad.KFAC, self.model, self.optimizer, **options
+            )
         else:
-            kind = natgrad.SPNGD if method == "spngd" else natgrad.Polar
-            self.optimizer = kind(self.model, lr=lr, momentum=momentum, **options)
+            kind = {"spngd": natgrad.SPNGD, "polar": natgrad.Polar}[name]
+            self.optimizer = construct(
+                kind, self.model, lr=lr, momentum=momentum, **options
+            )
             self.natural = self.optimizer
-        self._generator = torch.Generator().manual_seed(100 + rank)
+        self.generator = torch.Generator().manual_seed(100 + rank)
 
-    def backward(self, examples: int = 8) -> None:
-        """Gradients of a batch of this rank's own."""
+    def backward(self, examples: int = 8, first: float | None = None) -> None:
+        """Gradients of a batch of this rank's own, whose ``first`` number is given."""
         dtype = next(self.plain.parameters()).dtype
-        x = torch.randn(examples, 4, generator=self._generator).to(dtype)
-        y = torch.randint(0, 3, (examples,), generator=self._generator)
+        x = torch.randn(examples, 4, generator=self.generator).to(dtype)
+        y = torch.randint(0, 3, (examples,), generator=self.generator)
+        if first is not None:
+            x[0, 0] = first
         self.optimizer.zero_grad()
         F.cross_entropy(self.model(x), y).backward()
+
+    def weights(self) -> Tensor:
+        """A copy of all parameters."""
+        return torch.cat([p.detach().flatten() for p in self.plain.parameters()])
 
     def step(self, times: int = 1) -> None:
         """Train."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.support.construct import construct
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
@@ -103,10 +104,10 @@ def build(case: Case) -> tuple[Any, torch.optim.Optimizer, Any]:
         model = DistributedDataParallel(model)
     if case.method.startswith(("spngd", "polar")):
         kind = natgrad.SPNGD if case.method.startswith("spngd") else natgrad.Polar
-        whole = kind(model, lr=case.lr, momentum=0.9, **case.options)
+        whole = construct(kind, model, lr=case.lr, momentum=0.9, **case.options)
         return model, whole, whole
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=0.9)
-    return model, optimizer, natgrad.KFAC(model, optimizer, **case.options)
+    return model, optimizer, construct(natgrad.KFAC, model, optimizer, **case.options)
 
 
 def batches(case: Case) -> list[tuple[Tensor, Tensor]]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from tests.support.construct import construct
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -49,7 +50,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[Tensor]:
 def sgd(model: nn.Module, **options: Any) -> tuple[Optimizer, natgrad.KFAC]:
     """SGD with momentum, preconditioned."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return optimizer, natgrad.KFAC(model, optimizer, **options)
+    return optimizer, construct(natgrad.KFAC, model, optimizer, **options)
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:

@@ -43,7 +43,7 @@ from natgrad.capture.hooks import Hooks
 from natgrad.diagnostics.timer import Meter
 from natgrad.layers import Block, Observed
 from natgrad.math.statistics import widen
-from natgrad.options import require_count
+from natgrad.requiring import require_count
 
 
 class Capture:

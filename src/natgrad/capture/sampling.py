@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from natgrad.layers import Block
-from natgrad.options import require_choice
+from natgrad.requiring import require_choice
 
 LIKELIHOODS = ("cross_entropy", "mse")
 

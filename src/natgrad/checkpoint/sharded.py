@@ -23,6 +23,7 @@ from natgrad.factors.refresh import Timing
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
 from natgrad.layers.registration import shape_of
+from natgrad.rules.references import has_reference
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 KEY = "natgrad"
 REST = "rest"
 MOMENT = "/moment"
+START, USUAL = "/start", "/usual"
 _ASKING = "torch.distributed.checkpoint.state_dict"
 _NUMBERS = ("mean_eigenvalue", "estimated", "failures", "quarantined")
 _TIMING = tuple(f.name for f in fields(Timing))
@@ -75,9 +77,10 @@ def spread(engine: "Engine") -> dict[int, dict[str, Any]]:
         names = [s.name for s in block.spec.statistics]
         filed = {name: _file(engine, name) for name in names}
         filed |= _file_moment(engine, block)
+        filed |= _file_reference(engine, block)
         if filed or not saved:
             saved[id(block.parameters[0])] = filed
-    own = ("statistics", "moments")
+    own = ("statistics", "moments", "references")
     state = engine.state_dict(warn=False)  # every rank's part is asked for
     rest = {k: v for k, v in state.items() if k not in own}
     next(iter(saved.values()))[REST] = {**rest, "part": None}
@@ -88,6 +91,7 @@ def collect(engine: "Engine", filed: Iterable[Mapping[str, Any]]) -> dict[str, A
     """Undo `spread`: what `Engine.load_state_dict` takes."""
     statistics: dict[str, Any] = {}
     moments: dict[str, Any] = {}
+    references: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for entry in filed:
         rest |= entry.get(REST, {})
@@ -98,7 +102,12 @@ def collect(engine: "Engine", filed: Iterable[Mapping[str, Any]]) -> dict[str, A
                 steps = int(entry[name]["steps"])
                 block = name.removesuffix(MOMENT)
                 moments[block] = {"square": entry[name]["square"], "steps": steps}
-    return {**rest, "statistics": statistics, "moments": moments}
+            elif name.endswith(START) and not entry[name].isnan():
+                usual = entry.get(name.removesuffix(START) + USUAL)
+                reference = _unfile_reference(entry[name], usual)
+                references[name.removesuffix(START)] = reference
+    known = {"statistics": statistics, "moments": moments, "references": references}
+    return rest | known
 
 
 def _file(engine: "Engine", name: str) -> dict[str, Any]:
@@ -116,7 +125,7 @@ def _file(engine: "Engine", name: str) -> dict[str, Any]:
 def _file_moment(engine: "Engine", block: Block) -> dict[str, Any]:
     """A block's second moment, on the ranks that keep it, if its rule has one."""
     works = engine.comm.rank in engine.plan.workers[block.name]
-    if not (engine.preconditioner.is_adaptive(block) and (works or engine.gathered)):
+    if not (block.rule.adapts and (works or engine.gathered)):
         return {}
     state = engine.moments.states.get(block.name)
     if state is None:
@@ -127,9 +136,33 @@ def _file_moment(engine: "Engine", block: Block) -> dict[str, Any]:
     return {f"{block.name}{MOMENT}": filed}
 
 
+def _file_reference(engine: "Engine", block: Block) -> dict[str, Any]:
+    """The norm that a weight began with; and, on workers, how large gradients are."""
+    if not has_reference(block):
+        return {}
+    state = engine.references.states.get(block.name)
+    unknown = engine.like.new_full((), float("nan"))
+    start = unknown if state is None else state.start
+    filed: dict[str, Any] = {f"{block.name}{START}": start}
+    if engine.gathered or engine.comm.rank in engine.plan.workers[block.name]:
+        # a load fills both: they must not be one tensor
+        size, steps = unknown.clone(), torch.tensor(float("nan"))
+        if state is not None and state.usual is not None:
+            size, steps = state.usual, torch.tensor(float(state.steps))
+        filed[f"{block.name}{USUAL}"] = {"size": size, "steps": steps}
+    return filed
+
+
+def _unfile_reference(start: Tensor, usual: Mapping[str, Tensor] | None) -> Any:
+    found: dict[str, Any] = {"start": start, "usual": None, "steps": 0}
+    if usual is not None and not usual["steps"].isnan():
+        found |= {"usual": usual["size"], "steps": int(usual["steps"])}
+    return found
+
+
 def _shapes(engine: "Engine", s: StatisticState) -> dict[str, list[tuple[int, ...]]]:
     """Of every tensor that may ever be kept of a statistic."""
-    watched = engine.config.refresh.tolerance is not None
+    watched = engine.parts[s.spec.block].refresh.tolerance is not None
     return {
         "average": [(s.spec.packed,)],
         "inverse": inverse_shapes(s.spec, engine.statistics.is_eigen(s)),

@@ -8,40 +8,41 @@ from natgrad.layers.registration import statistics_like
 from natgrad.math.statistics import widen
 
 if TYPE_CHECKING:
-    from natgrad.engine.engine import Engine
+    from natgrad.engine.machinery import Machinery
 
 
-def save(engine: "Engine") -> dict[str, Any]:
+def save(engine: "Machinery") -> dict[str, Any]:
     """All that does not depend on how the ranks share it."""
-    statistics, config = engine.statistics, engine.config
+    statistics = engine.statistics
     states, account = statistics.states.values(), statistics.account
     return {
-        **saved_state.save(states, engine.step, config.damping_style),
-        "form": config.form,
+        **saved_state.save(states, engine.step),
+        "rules": {b.name: b.rule.spec() for b in engine.blocks},
         "moments": engine.moments.save(),
+        "references": engine.references.save(),
         "budget": None if account is None else account.state_dict(),
         "skipped_steps": engine.skipped_steps,
     }
 
 
-def load(engine: "Engine", state: Mapping[str, Any]) -> None:
+def load(engine: "Machinery", state: Mapping[str, Any]) -> None:
     """Take over what `save` returned, after `checking.require_state`."""
-    statistics, style = engine.statistics, engine.config.damping_style
+    statistics = engine.statistics
     dtypes = {widen(p).dtype for b in engine.blocks for p in b.parameters}
     # of a model with several, each layer goes on with what it was saved with
     dtype = engine.like.dtype if len(dtypes) == 1 else None
     moments = engine.moments.loaded(state["moments"], engine.blocks, dtype)
-    statistics.step = saved_state.load(
-        statistics.states, state, engine.like, style, dtype
-    )
+    statistics.step = saved_state.load(statistics.states, state, engine.like, dtype)
     engine.moments.states = moments
+    # older states have none: lengths begin with the weights as they are now
+    engine.references.load(state.get("references", {}), engine.blocks, engine.like)
     # older states do not say
     engine.skipped_steps = int(state.get("skipped_steps", 0))
     if statistics.account is not None and state.get("budget"):
         statistics.account.load_state_dict(state["budget"])
 
 
-def convert(engine: "Engine") -> bool:
+def convert(engine: "Machinery") -> bool:
     """Take all that is kept to the dtype and device that the parameters have now.
 
     Returns whether those have changed, by ``model.double()`` or ``model.to(...)``, say.

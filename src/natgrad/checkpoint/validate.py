@@ -18,20 +18,19 @@ from natgrad.factors.refresh import Timing
 from natgrad.factors.state import VERSION, require, require_part
 
 if TYPE_CHECKING:
-    from natgrad.engine.engine import Engine
+    from natgrad.engine.machinery import Machinery
 
 _AT_LEAST_ONE = ("interval", "previous")
 _ENTRY = ("average", "inverse", "history", "mean_eigenvalue", "estimated", "failures")
 
 
-def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
+def require_state(state: Any, engine: "Machinery", part: Sequence[Any]) -> None:
     """Raise a ValueError that names the first thing that is not as it must be."""
     _require_ours(state)
     # before the keys, which other versions have others of
     require("version", state["version"], VERSION)
     _require_keys("state", state, ("step", "statistics", "calls", "moments"))
-    require("damping_style", state.get("damping_style"), engine.config.damping_style)
-    require("form", state.get("form"), engine.config.form)
+    _require_rules(state.get("rules"), engine)
     saved = state.get("part")
     if saved is not None and not (isinstance(saved, list | tuple) and len(saved) == 3):
         _refuse("part", saved, "None, or a rank, the number of ranks and a plan")
@@ -42,10 +41,24 @@ def require_state(state: Any, engine: "Engine", part: Sequence[Any]) -> None:
         _require_count(f"calls[{name!r}]", count)
     for name, entry in _dict("moments", state["moments"]).items():
         _require_moment(f"moments[{name!r}]", entry)
+    for name, entry in _dict("references", state.get("references", {})).items():
+        _require_reference(f"references[{name!r}]", entry)
     for name, entry in _dict("statistics", state["statistics"]).items():
         if name in engine.statistics.states:
             _require_statistic(engine, name, entry)
     _require_budget(state.get("budget"))
+
+
+def _require_rules(saved: Any, engine: "Machinery") -> None:
+    """Factors are prepared for one rule, and its moments are in its bases."""
+    rules = _dict("rules", saved)
+    for block in engine.blocks:
+        if block.name in rules and rules[block.name] != block.rule.spec():
+            raise ValueError(
+                f"The saved natgrad state of {block.name} is of the rule "
+                f"{rules[block.name]}. Must be {block.rule.spec()}, the rule that this "
+                "optimizer has for it."
+            )
 
 
 def _require_ours(state: Any) -> None:
@@ -57,7 +70,7 @@ def _require_ours(state: Any) -> None:
         _refuse("state", f"a dict of {found}...", f"{legal}, which has a version")
 
 
-def _require_statistic(engine: "Engine", name: str, entry: Any) -> None:
+def _require_statistic(engine: "Machinery", name: str, entry: Any) -> None:
     where = f"statistics[{name!r}]"
     _require_keys(where, entry, (*_ENTRY, "quarantined", "timing", "stack", "size"))
     s = engine.statistics.states[name]
@@ -100,6 +113,14 @@ def _require_moment(where: str, entry: Any) -> None:
     ok = isinstance(square, Tensor) and square.is_floating_point()
     if not ok or not bool((square.isfinite() & (square >= 0)).all()):
         _refuse(f"{where}.square", square, "a finite tensor >= 0")
+
+
+def _require_reference(where: str, entry: Any) -> None:
+    _require_keys(where, entry, ("start", "usual", "steps"))
+    _require_count(f"{where}.steps", entry["steps"])
+    _require_tensors(f"{where}.start", [entry["start"]], [()])
+    usual = [] if entry["usual"] is None else [entry["usual"]]
+    _require_tensors(f"{where}.usual", usual, [()] * len(usual))
 
 
 def _require_budget(budget: Any) -> None:

@@ -259,12 +259,12 @@ class Probe:
         """
         statistics, block = self.engine.statistics, self.engine.block[name]
         states = [statistics.states[s.name] for s in block.spec.statistics]
-        if self.engine.preconditioner.is_adaptive(block):
+        if block.rule.adapts:
             return math.nan
         if not statistics.is_eigen(states[0]):
             return math.prod(statistics.factor_damping(s) for s in states)
         damping = statistics.damping_of(block)
-        if self.engine.config.damping_style == "relative":
+        if block.rule.style == "relative":
             return damping * _mean_curvature(states)
         return damping
 

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from natgrad.factors.pace import described, rates, refresh_seconds
 from natgrad.layers import Block
-from natgrad.plan.spec import StatisticSpec
+from natgrad.rules.fallbacks import Adam
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
@@ -48,16 +49,18 @@ def _summary(engine: "Engine", named: list[tuple[str, nn.Parameter]]) -> list[st
     gone = [b.name for b in engine.blocks if b.kind is not None and b not in current]
     if gone:
         lines.append(f"Frozen since, or not in the model any more: {', '.join(gone)}.")
+    if packed:
+        lines.append(_expected(engine))
     account = engine.statistics.account
     return lines if account is None else [*lines, account.summary()["says"]]
 
 
 def _fallback(engine: "Engine") -> str:
     """What becomes of parameters without a block."""
-    config = engine.config
-    if config.rest == "plain":
-        return "keep their plain gradient"
-    return f"follow Adam's rule, at {config.rest_rate:g} of the learning rate"
+    rule = engine.options.fallback
+    if isinstance(rule, Adam):
+        return f"follow Adam's rule, at {rule.rate:g} of the learning rate"
+    return "keep their plain gradient"
 
 
 def _is_unseen(engine: "Engine", block: Block) -> bool:
@@ -69,6 +72,18 @@ def _is_unseen(engine: "Engine", block: Block) -> bool:
 
 def _elements(blocks: list[Block], among: set[int]) -> int:
     return sum(p.numel() for b in blocks for p in b.parameters if id(p) in among)
+
+
+def _expected(engine: "Engine") -> str:
+    """What a refresh of everything will take, and what takes longest of it."""
+    statistics, plan = engine.statistics, engine.plan
+    seconds = refresh_seconds(plan.statistics, plan.owners, statistics.cost)
+    slowest = max(plan.statistics, key=statistics.cost.invert)
+    return (
+        f"Inverting all of them is expected to take {seconds:.2g} s, "
+        f"{statistics.cost.invert(slowest):.2g} s of it for {slowest.name} "
+        f"(built-in rates {rates(engine.like.device)})."
+    )
 
 
 def refresh_summary(engine: "Engine") -> dict[str, Any]:
@@ -103,18 +118,13 @@ def _row(
     if block.kind is None:
         return name, "-", "", "", block.reason
     specs = block.spec.statistics
-    sizes = ", ".join(_size(s) for s in specs)
+    sizes = ", ".join(f"{s.kind} {described(s)}" for s in specs)
     size = sum(s.packed for s in specs) * engine.like.element_size()
     cut = [f"{s.kind} kept as {s.parts} diagonal blocks" for s in specs if s.parts > 1]
     known = UNSEEN if _is_unseen(engine, block) else block.note
     note = "; ".join((*cut, known) if known else cut)
     first = p is block.parameters[0]
     return name, block.kind.name, sizes, _bytes(size) if first else "", note
-
-
-def _size(s: StatisticSpec) -> str:
-    stack = f"{s.stack}x" if s.stack > 1 else ""
-    return f"{s.kind} {stack}{s.size}{' diagonal' if s.diagonal else ''}"
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

@@ -19,15 +19,14 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from natgrad.distributed.communicator import rank_of, tell, world_of
 from natgrad.factors.refresh import Refresh, Timing
-from natgrad.options import Curvature
+from natgrad.options import Options, Profile
 from natgrad.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ ADAPTIVE_INTERVAL = 10
 """What a policy that decides as it goes is taken for: SP-NGD, Table 2, 5% to 24%."""
 
 # not with |, which takes no name of what is yet to be imported
-Profile = Union["HardwareProfile", str, Path]
 
 
 def decided_by_first(make: Callable[[], Choice], group: Any) -> Choice:
@@ -138,17 +136,15 @@ class Automatic:
         self,
         make_plan: partial[Plan],
         model: nn.Module,
-        config: Curvature,
+        options: Options,
         device: torch.device,
-        profile: Profile | None,
-        group: Any,
     ) -> None:
-        self._given, self._config, self._device = make_plan, config, device
-        self._profile, self._main = profile, rank_of(group) == 0
-        self._interval = intervals(config.refresh)[0]
-        self._group = group
+        self._given, self._options, self._device = make_plan, options, device
+        self._profile, self._group = options.profile, options.group
+        self._main = rank_of(self._group) == 0
+        self._interval = intervals(options.refresh)[0]
         self._gradients: str = make_plan.keywords["gradients"]
-        self.choice = decided_by_first(self._choose, group)
+        self.choice = decided_by_first(self._choose, self._group)
         self.overhead: float | None = None
         self._spent: dict[bool, list[float]] = {True: [], False: []}
         self._steps = 0
@@ -173,7 +169,7 @@ class Automatic:
 
         given = self._given.keywords
         machine, where = find_machine(self._profile, self._device, given["world"])
-        statistics, inverses = intervals(self._config.refresh)
+        statistics, inverses = intervals(self._options.refresh)
         choice = choose_strategy(
             self._given.args[0],
             given["world"],
@@ -181,7 +177,7 @@ class Automatic:
             statistics=statistics,
             inverses=inverses,
             inverse=given["inverse"],
-            scale=self._config.scale,
+            scale=self._options.rule.name,
             gradients=self._gradients,
             placement=given["placement"],
         )

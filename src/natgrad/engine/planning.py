@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from natgrad.distributed.communicator import world_of
-from natgrad.engine.auto import AUTO, Automatic, Profile
+from natgrad.engine.auto import AUTO, Automatic
 from natgrad.layers import Block
-from natgrad.options import Curvature, require_choice
+from natgrad.options import Options
 from natgrad.plan import PLACEMENTS, Plan, Strategy, make_plan
+from natgrad.requiring import require_choice
 
 MEASURED = "measured"
 
@@ -30,15 +31,12 @@ class Planning:
         self,
         model: nn.Module,
         blocks: list[Block],
-        config: Curvature,
+        options: Options,
         *,
-        strategy: str | Strategy,
-        placement: str,
         ddp: bool,
-        profile: Profile | None,
         device: torch.device,
-        group: Any,
     ) -> None:
+        strategy, placement, group = options.strategy, options.placement, options.group
         if not isinstance(strategy, str | Strategy):
             raise TypeError(
                 f"Invalid strategy={strategy!r}. Must be a name, or hybrid."
@@ -53,11 +51,11 @@ class Planning:
             strategy=strategy,
             placement="longest_first" if placement == MEASURED else placement,
             gradients="ddp" if ddp else "own",
-            inverse="eigen" if config.form == "eigen" else "factored",
+            inverse="eigen" if options.rule.form == "eigen" else "factored",
         )
         self.auto: Automatic | None = None
         if strategy == AUTO:
-            self.auto = Automatic(given, model, config, device, profile, group)
+            self.auto = Automatic(given, model, options, device)
             self._make = partial(self.auto.make_plan)
 
     def plan(self) -> Plan:

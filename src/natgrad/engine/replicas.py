@@ -30,7 +30,9 @@ from torch.optim import Optimizer
 from natgrad.distributed.communicator import Communicator
 from natgrad.distributed.compare import differences
 from natgrad.engine.agreement import Verdict
-from natgrad.factors.refresh import Refresh, Timing
+from natgrad.factors.refresh import Timing
+from natgrad.options import Options
+from natgrad.rules.parts import Parts
 
 BITS = 20
 TOLERANCE = 1e-4
@@ -47,20 +49,20 @@ class Replicas:
 
     Args:
         model: the model, unwrapped.
-        options: a dataclass that has ``damping_at`` and ``refresh``.
+        options: what was chosen at construction.
+        updates: what the updates of the parameter groups are made of.
         optimizer: whose parameter groups decide the update, if there is one.
-        rule: what else decides it, by name.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        options: Any,
+        options: Options,
+        updates: Sequence[Parts],
         optimizer: Optimizer | None,
-        rule: Mapping[str, Any] | None = None,
     ) -> None:
         self._model, self._options, self._optimizer = model, options, optimizer
-        self._rule = rule or {}
+        self._updates = updates
         self._warned = False
 
     def fingerprint(self) -> dict[str, str]:
@@ -71,7 +73,10 @@ class Replicas:
         """
         names = [f.name for f in dataclasses.fields(self._options)]
         given = {n: getattr(self._options, n) for n in names if n not in _LOCAL}
-        given |= self._rule
+        usual = self._options.parts()
+        for i, parts in enumerate(self._updates):
+            given[f"update {i}"] = parts if parts != usual else "of the options"
+        given["optimizer"] = type(self._optimizer).__name__
         texts = {n: re.sub(r" at 0x[0-9a-f]+", "", repr(x)) for n, x in given.items()}
         known = {id(p): name for name, p in self._model.named_parameters()}
         for i, group in enumerate(self._groups):
@@ -138,13 +143,13 @@ class Replicas:
 
     def _settings(self, step: int) -> dict[str, Any]:
         """All that decides an update and may change, by name."""
-        refresh: Refresh = self._options.refresh
-        found: dict[str, Any] = {
-            "step": step,
-            "damping": self._options.damping_at(step),
-            "next statistics": refresh.after_statistic(step, Timing()),
-            "next inverses": refresh.after_inverse(step, Timing()),
-        }
+        found: dict[str, Any] = {"step": step}
+        for i, parts in enumerate(self._updates):
+            of = f" of update {i}" if len(self._updates) > 1 else ""
+            refresh = parts.refresh
+            found[f"damping{of}"] = parts.damping_at(step)
+            found[f"next statistics{of}"] = refresh.after_statistic(step, Timing())
+            found[f"next inverses{of}"] = refresh.after_inverse(step, Timing())
         for i, group in enumerate(self._groups):
             for name, value in group.items():
                 plain = len(value) if name == "params" else _plain(value)
@@ -210,6 +215,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         parts = tuple(map(_plain, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         return ... if ... in parts else parts
+    if isinstance(value, dict):
+        return _plain(list(value.items()))  # pyright: ignore[reportUnknownArgumentType]
     return value if isinstance(value, int | float | str | None) else ...
 
 

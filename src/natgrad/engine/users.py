@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from natgrad.diagnostics.probe import Probe
 from natgrad.diagnostics.tables import refresh_summary, registration_table
 from natgrad.engine.engine import Engine
-from natgrad.options import require_count
+from natgrad.requiring import require_count
 
 if TYPE_CHECKING:
     from natgrad.plan import Choice
@@ -116,15 +116,18 @@ class Inspectable:
     def health(self) -> dict[str, Any]:
         """Steps skipped and estimates quarantined so far; inversions failed in a row.
 
-        Counts by statistic are only of those that have one.
+        Counts by statistic are only of those that have one. ``grown`` has the layers
+        whose weights run away: more than 100 times the norm that they began with, and
+        how many times. This reads from the device.
         """
-        states = self.engine.statistics.states.values()
+        engine, states = self.engine, self.engine.statistics.states.values()
         return {
             "skipped_steps": self.engine.skipped_steps,
             "quarantined": {
                 s.spec.name: s.quarantined for s in states if s.quarantined
             },
             "failures": {s.spec.name: s.failures for s in states if s.failures},
+            "grown": engine.references.grown(engine.blocks, engine.like),
         }
 
     def set_loss_terms(self, terms: int, *, whole_step: bool = False) -> None:

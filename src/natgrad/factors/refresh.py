@@ -2,11 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from natgrad.math.staleness import next_interval
-from natgrad.requiring import require_count
+from natgrad.requiring import require_count, require_number
 
 if TYPE_CHECKING:
     from natgrad.diagnostics.timer import Meter
@@ -52,6 +52,10 @@ class Refresh(ABC):
         """The next interval, decided by a statistic's owner."""
         return t.interval
 
+    def share_of_step(self) -> float | None:
+        """Which share of a step inversions may cost; None: any. See `Paced`."""
+        return None
+
     def open_account(self, names: Sequence[str], meter: "Meter") -> "Account | None":
         """Who decides step by step instead, from measured seconds: only `Budget`."""
         return None
@@ -79,6 +83,45 @@ class Every(Refresh):
 
     def after_inverse(self, step: int, timing: Timing) -> int:
         return step + _interval_at("inverses", self.inverses, step)
+
+
+@dataclass(frozen=True)
+class Paced(Refresh):
+    """As another policy says, but inverses more rarely where they would cost too much.
+
+    By the cost model, from shapes and the number of vectors that layers multiply,
+    inversions take at most ``share`` of what a step takes otherwise: of all statistics
+    those most rarely that cost most. Nothing is measured: every rank decides the same,
+    and a run that is resumed goes on as it would have.
+
+    Args:
+        policy: `Every`, `Scheduled` or one of your own. `Adaptive` and `Budget` find
+            intervals by themselves.
+        share: a number > 0.
+    """
+
+    policy: Refresh = field(default_factory=Every)
+    share: float = 0.25
+
+    def __post_init__(self) -> None:
+        policy: Any = self.policy
+        plain = isinstance(policy, Refresh) and policy.tolerance is None
+        own = plain and type(policy).open_account is not Refresh.open_account
+        if not plain or own or policy.share_of_step() is not None:
+            raise ValueError(
+                f"Invalid policy={policy!r}. Must be Every(...), Scheduled(...) or a "
+                "natgrad.Refresh that does not find intervals by itself."
+            )
+        require_number("share", self.share, "a number > 0", above=0.0)
+
+    def after_statistic(self, step: int, timing: Timing) -> int:
+        return self.policy.after_statistic(step, timing)
+
+    def after_inverse(self, step: int, timing: Timing) -> int:
+        return max(self.policy.after_inverse(step, timing), step + timing.interval)
+
+    def share_of_step(self) -> float | None:
+        return self.share
 
 
 def _staircase(epoch: int) -> int:

@@ -11,7 +11,7 @@ from natgrad.factors.refresh import Timing
 from natgrad.math.inverse import Inverse
 from natgrad.plan.spec import StatisticSpec
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(kw_only=True)
@@ -47,14 +47,11 @@ class StatisticState:
         return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def save(
-    states: Iterable[StatisticState], step: int, damping_style: str
-) -> dict[str, Any]:
+def save(states: Iterable[StatisticState], step: int) -> dict[str, Any]:
     """Tensors and numbers only, keyed by statistic name: loadable without pickle."""
     return {
         "version": VERSION,
         "step": step,
-        "damping_style": damping_style,
         "statistics": {s.spec.name: _save_one(s) for s in states},
     }
 
@@ -63,7 +60,6 @@ def load(
     states: MutableMapping[str, StatisticState],
     saved: Mapping[str, Any],
     like: Tensor,
-    damping_style: str,
     dtype: torch.dtype | None = None,
 ) -> int:
     """Put saved statistics into ``states``; returns the step. All or nothing.
@@ -71,7 +67,6 @@ def load(
     Tensors go to the device of ``like`` and, given a ``dtype``, to that.
     """
     require("version", saved.get("version"), VERSION)
-    require("damping_style", saved.get("damping_style"), damping_style)
     _require_match(states, saved["statistics"])
     step = int(saved["step"])
     entries = saved["statistics"].items()
@@ -145,7 +140,7 @@ def _require_match(
             where = "the saved state" if name in states else "this model"
             raise ValueError(
                 f"Statistic {name!r} is missing in {where}: the model or the options "
-                "statistics=, norm= and skip= differ from those that saved it."
+                "rule=, norm= and skip= differ from those that saved it."
             )
         spec, entry = states[name].spec, statistics[name]
         if (entry["stack"], entry["size"]) != (spec.stack, spec.size):

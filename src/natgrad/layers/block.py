@@ -1,18 +1,22 @@
 """A block: one layer (or several that share a weight) and its part of the Fisher."""
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.layers.kind import LayerKind, LayerOptions, trainable
+from natgrad.layers.matrix import Matrix
 from natgrad.layers.reasons import MHA, why_plain
 from natgrad.layers.table import is_norm, kind_of
 from natgrad.math.parts import diagonal_parts
 from natgrad.math.statistics import widen
 from natgrad.plan.spec import BlockSpec
+from natgrad.rules.fallbacks import Plain
+from natgrad.rules.rule import Rule
 
+_NO_MODULE = nn.Identity()
 FOREIGN = "not the optimizer's"
 
 
@@ -29,6 +33,8 @@ class Block:
         note: what a user should know of this block, for the report.
         is_foreign: whether another optimizer has it, so that no rule may change it.
         is_table: whether an input chooses a column of the weight (an embedding).
+        is_factored: whether it is a matrix with a side of inputs and one of outputs.
+        rule: what turns its gradient into an update.
     """
 
     spec: BlockSpec
@@ -39,6 +45,8 @@ class Block:
     note: str = ""
     is_foreign: bool = False
     is_table: bool = False
+    is_factored: bool = False
+    rule: Rule = field(default_factory=Plain)
 
     @property
     def name(self) -> str:
@@ -49,12 +57,6 @@ class Block:
     def is_norm(self) -> bool:
         """Whether the norm damping ratio applies."""
         return is_norm(self.kind)
-
-    @property
-    def is_factored(self) -> bool:
-        """Whether its statistics are A and G: a weight that inputs multiply."""
-        kinds = {spec.kind for spec in self.spec.statistics}
-        return bool(kinds) and kinds <= {"A", "G", "S"}
 
     @property
     def is_trained(self) -> bool:
@@ -68,7 +70,7 @@ class Block:
 
     def require_same(self) -> None:
         """Raise if the layer has other parameters since."""
-        if self.kind is None:
+        if self.kind is None or not self.modules:
             return
         found = dict(self.modules[0].named_parameters(recurse=False))
         if found.get(self.kind.weight_name) is not self.parameters[0]:
@@ -81,9 +83,14 @@ class Block:
         self.require_bias()
 
     @property
+    def _module(self) -> nn.Module:
+        """Whose weight it is; any module for a matrix that no layer uses."""
+        return self.modules[0] if self.modules else _NO_MODULE
+
+    @property
     def bias_has_changed(self) -> bool:
         """Whether the bias was frozen or unfrozen since, and the weight trains."""
-        if self.kind is None or not self.is_trained:
+        if self.kind is None or not self.modules or not self.is_trained:
             return False
         trains = self.kind.bias(self.modules[0]) is not None
         return trains != (len(self.parameters) > 1)
@@ -108,13 +115,13 @@ class Block:
         if self.kind is None:
             return tensors[0].reshape(1, 1, -1)
         bias = tensors[1] if len(tensors) > 1 else None
-        return self.kind.fold(self.modules[0], tensors[0], bias)
+        return self.kind.fold(self._module, tensors[0], bias)
 
     def unfold(self, stack: Tensor) -> list[Tensor]:
         """The inverse of `fold`."""
         if self.kind is None:
             return [stack.reshape(self.parameters[0].shape)]
-        weight, bias = self.kind.unfold(self.modules[0], stack)
+        weight, bias = self.kind.unfold(self._module, stack)
         return [weight] if bias is None else [weight, bias]
 
     def in_parts(self, kind: str, moment: Tensor) -> Tensor:
@@ -137,66 +144,62 @@ class Block:
 
 def find_blocks(
     model: nn.Module,
+    options: LayerOptions | Mapping[int, LayerOptions] | None = None,
     *,
-    norm: str = "unit",
-    sharing: str = "expand",
-    loss: str = "mean",
-    statistics: str = "both",
-    corrected: bool = False,
-    largest_factor: int | None = None,
     skip: Collection[str] = (),
-    trained: Collection[int] | None = None,
 ) -> list[Block]:
     """All trainable parameters of a model as blocks, in the order of its modules.
 
     Layers of a known kind come with statistics; every other parameter is a plain block
     that says why. Nothing is computed, so the model may be on the meta device.
-    ``trained`` are the ids of the parameters that the optimizer has, None for all.
+    ``options`` are by the ids of the parameters that the optimizer has, or the same
+    for all. A bias with others than its weight's is no part of the layer's matrix.
     """
-    options = LayerOptions(
-        norm=norm,
-        sharing=sharing,
-        loss=loss,
-        statistics=statistics,
-        corrected=corrected,
-        largest_factor=largest_factor,
-    )
+    known = options if isinstance(options, Mapping) else _all_alike(model, options)
     _require_known(model, skip)
     found: dict[int, Block] = {}
     reasons: dict[int, str] = {}
-    for name, module, kind, reason in _layers(model, options, skip):
+    for name, module, kind, reason in _layers(model, known, skip):
         weight = trainable(module, kind.weight_name)
         if weight is None:
             continue
-        reason = reason or _why_foreign(module, kind, trained)
-        if reason:
-            _note(reasons, module, reason)
+        reason = reason or kind.options.plain
+        if reason or id(weight) not in known:
+            _note(reasons, module, reason or FOREIGN)
         elif id(weight) not in found:
-            found[id(weight)] = _block(name, module, kind, options)
+            found[id(weight)] = _block(name, module, kind)
+            if not kind.options.bias:
+                _note(reasons, module, "its weight is in another group")
         else:
             _tie(found[id(weight)], name, module, kind)
     _note_other_uses(model, found)
-    blocks = _with_plain(model, found, reasons)
+    blocks = _with_plain(model, found, reasons, known)
     for block in blocks:
-        block.is_foreign = not _has(trained, block.parameters[0])
+        block.is_foreign = id(block.parameters[0]) not in known
         block.reason = FOREIGN if block.is_foreign else block.reason
     return blocks
 
 
-def _has(trained: Collection[int] | None, p: nn.Parameter | None) -> bool:
-    return trained is None or p is None or id(p) in trained
+def _all_alike(
+    model: nn.Module, options: LayerOptions | None
+) -> Mapping[int, LayerOptions]:
+    options = options or LayerOptions()
+    return {id(p): options for p in model.parameters()}
 
 
-def _why_foreign(
-    module: nn.Module, kind: LayerKind, trained: Collection[int] | None
-) -> str:
-    """A layer is preconditioned as a whole or not at all."""
-    owned = kind.weight(module), kind.bias(module)
-    return "" if all(_has(trained, p) for p in owned) else "in part not the optimizer's"
+def _options_of(module: nn.Module, known: Mapping[int, LayerOptions]) -> LayerOptions:
+    """Those of a layer's weight; the bias is left out where it has others."""
+    kind = kind_of(module, LayerOptions())
+    if kind is None:
+        return LayerOptions()
+    weight, bias = (trainable(module, x) for x in (kind.weight_name, kind.bias_name))
+    options = known.get(id(weight), LayerOptions())
+    alike = bias is None or known.get(id(bias)) == options
+    return options if alike else replace(options, bias=False)
 
 
 def _layers(
-    model: nn.Module, options: LayerOptions, skip: Collection[str]
+    model: nn.Module, known: Mapping[int, LayerOptions], skip: Collection[str]
 ) -> Iterator[tuple[str, nn.Module, LayerKind, str]]:
     """Modules of a known kind, each with the reason to leave it out, if any."""
     inert = {
@@ -206,7 +209,7 @@ def _layers(
         for child in parent.modules()
     }
     for name, module in model.named_modules():
-        kind = kind_of(module, options)
+        kind = kind_of(module, _options_of(module, known))
         if kind is None:
             continue
         if _within(name, skip):
@@ -217,9 +220,7 @@ def _layers(
             yield name, module, kind, kind.refuse(module)
 
 
-def _block(
-    name: str, module: nn.Module, kind: LayerKind, options: LayerOptions
-) -> Block:
+def _block(name: str, module: nn.Module, kind: LayerKind) -> Block:
     name = name or "model"
     layout = kind.layout(module)
     owned = kind.weight(module), kind.bias(module)
@@ -229,12 +230,13 @@ def _block(
             stack=layout.stack,
             rows=layout.rows,
             cols=layout.cols,
-            statistics=layout.statistics(name, options),
+            statistics=layout.statistics(name, kind.options),
         ),
         kind=kind,
         modules=[module],
         parameters=tuple(p for p in owned if p is not None),
         is_table=layout.right_diagonal,
+        is_factored=bool(layout.left),
     )
 
 
@@ -269,7 +271,10 @@ def _left_out(name: str) -> str:
 
 
 def _with_plain(
-    model: nn.Module, found: dict[int, Block], reasons: dict[int, str]
+    model: nn.Module,
+    found: dict[int, Block],
+    reasons: dict[int, str],
+    known: Mapping[int, LayerOptions],
 ) -> list[Block]:
     """Blocks and plain parameters in the order of `model.named_parameters`."""
     block_of = {id(p): block for block in found.values() for p in block.parameters}
@@ -277,10 +282,26 @@ def _with_plain(
     for name, p in model.named_parameters():
         block = block_of.get(id(p))
         if block is None and p.requires_grad:
-            block = _plain(name, p, reasons.get(id(p)) or why_plain(model, name))
+            options = known.get(id(p), LayerOptions())
+            reason = options.plain or reasons.get(id(p)) or why_plain(model, name)
+            alone = options.any_matrix and Matrix.fits(p)
+            block = _matrix(name, p, options) if alone else _plain(name, p, reason)
         if block is not None:
             ordered.setdefault(block.name, block)
     return list(ordered.values())
+
+
+def _matrix(name: str, p: nn.Parameter, options: LayerOptions) -> Block:
+    kind = Matrix(options, tuple(p.shape))
+    layout = kind.layout(_NO_MODULE)
+    spec = BlockSpec(
+        name=name,
+        stack=layout.stack,
+        rows=layout.rows,
+        cols=layout.cols,
+        statistics=layout.statistics(name, options),
+    )
+    return Block(spec=spec, kind=kind, parameters=(p,), is_factored=True)
 
 
 def _plain(name: str, p: nn.Parameter, reason: str) -> Block:

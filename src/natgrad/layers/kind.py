@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,43 @@ from natgrad.plan.spec import StatisticSpec, cut
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """The options of `natgrad.options.Curvature` that change what a layer computes."""
+    """The options that change what a layer computes.
+
+    Attributes:
+        norm, sharing, loss: as in `natgrad.Options`.
+        sides, source, corrected: which statistics the rule needs; see `natgrad.Rule`.
+        plain: why layers have no statistics, if the rule is one without.
+        group: tells parameters of different groups apart.
+        bias: whether a layer's bias is part of its matrix.
+    """
 
     norm: str = "unit"
     sharing: str = "expand"
     loss: str = "mean"
-    statistics: str = "both"
+    sides: str = "both"
+    source: str = "activations"
     corrected: bool = False
     largest_factor: int | None = None
+    plain: str = ""
+    group: int = 0
+    bias: bool = True
+
+    @property
+    def any_matrix(self) -> bool:
+        """Whether the rule can do without a layer: a parameter is enough."""
+        own = self.source == "gradients" or self.sides == "none"
+        return own and not self.plain
 
 
-# The statistic that each choice leaves out, of layers that have both.
-LEFT_OUT = {"both": "", "inputs": "G", "outputs": "A"}
+# The sides of a matrix whose factors each choice has.
+SIDES = {
+    "both": ("right", "left"),
+    "inputs": ("right",),
+    "outputs": ("left",),
+    "none": (),
+}
+# The names of the factors of the weight's own gradient, by side.
+OWN = {"right": "R", "left": "L"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +71,16 @@ class Layout:
     ) -> tuple[StatisticSpec, ...]:
         """The specs of the chosen statistics: right, left, and S if ``corrected``."""
         options = options or LayerOptions()
-        left_out = LEFT_OUT[options.statistics]
-        found = self._all(block, options.largest_factor)
-        specs = tuple(s for s in found if s.kind != left_out)
-        if not (options.corrected and self.left):
+        specs = self._all(block, options.largest_factor)
+        if not self.left:
+            return specs
+        specs = tuple(s for s in specs if s.side in SIDES[options.sides])
+        if options.source == "gradients":
+            return tuple(
+                replace(s, kind=OWN[s.side], name=f"{block}/{OWN[s.side]}")
+                for s in specs
+            )
+        if not options.corrected:
             return specs
         scale = StatisticSpec(
             name=f"{block}/S",
@@ -136,8 +167,8 @@ class LayerKind(ABC):
         return getattr(module, self.weight_name)
 
     def bias(self, module: nn.Module) -> nn.Parameter | None:
-        """The module's bias; None if it has none or does not train it."""
-        return trainable(module, self.bias_name)
+        """The bias in the module's matrix; None without one, or if it is frozen."""
+        return trainable(module, self.bias_name) if self.options.bias else None
 
     def refuse(self, module: nn.Module) -> str:
         """Why this module can have no block; empty if it can."""

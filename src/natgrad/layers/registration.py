@@ -1,34 +1,41 @@
 """A model's parameters as blocks, and what is said about those that fall silent."""
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers import Block, find_blocks
-from natgrad.options import Curvature
+from natgrad.layers import Block, LayerOptions, find_blocks
+from natgrad.options import Options
+from natgrad.plan.spec import BlockSpec
+from natgrad.rules.fallbacks import Plain, is_fallback
+from natgrad.rules.kronecker import Kronecker
+from natgrad.rules.parts import Parts
+from natgrad.rules.rule import Rule
+
+Groups = Mapping[int, Parts]
 
 
 def register(
-    model: nn.Module, config: Curvature, trained: frozenset[int] | None = None
+    model: nn.Module, options: Options, groups: Groups | None = None
 ) -> list[Block]:
     """A model's blocks; raises if there is nothing to precondition.
 
-    ``trained`` are the ids of the optimizer's parameters, None if it has all.
+    ``groups`` has the parts of the update by the ids of the optimizer's parameters;
+    None if it has all, with the same parts.
     """
     _require_whole(model)
+    known = groups or {id(p): options.parts() for p in model.parameters()}
+    distinct = list(dict.fromkeys(known.values()))
+    layer = [_layer_options(options, parts, i) for i, parts in enumerate(distinct)]
+    number = {parts: i for i, parts in enumerate(distinct)}
     blocks = find_blocks(
         model,
-        norm=config.norm,
-        sharing=config.sharing,
-        loss=config.loss,
-        statistics=config.statistics,
-        corrected=config.scale == "corrected",
-        largest_factor=config.largest_factor,
-        skip=config.skip,
-        trained=trained,
+        {p: layer[number[parts]] for p, parts in known.items()},
+        skip=options.skip,
     )
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to train.")
@@ -37,9 +44,58 @@ def register(
             f"The optimizer has no parameter of this {type(model).__name__}. Must be "
             "one that was made of the model's parameters."
         )
-    if not any(b.kind is not None for b in blocks):
-        _without_layers(model, config.rest == "plain" or not blocks)
+    for block in blocks:
+        block.rule = rule_for(block, parts_for(block, options, groups))
+        block.spec = _with_forms(block.spec, block.rule)
+    asked = any(not is_fallback(parts.rule) for parts in distinct)
+    if asked and not any(b.kind is not None for b in blocks):
+        _without_layers(model, all(isinstance(b.rule, Plain) for b in blocks))
     return blocks
+
+
+def _with_forms(spec: BlockSpec, rule: Rule) -> BlockSpec:
+    """The plan must know in what form factors are kept and sent."""
+    kept = tuple(
+        replace(s, eigen=rule.form == "eigen") if s.is_factor else s
+        for s in spec.statistics
+    )
+    return replace(spec, statistics=kept)
+
+
+def _layer_options(options: Options, parts: Parts, group: int) -> LayerOptions:
+    """What layers of a parameter group must know."""
+    rule = parts.rule
+    return LayerOptions(
+        norm=options.norm,
+        sharing=options.sharing,
+        loss=options.loss,
+        sides=rule.sides,
+        source=rule.source,
+        corrected=rule.corrects,
+        largest_factor=options.largest_factor,
+        plain=f"its group follows {rule.name}" if is_fallback(rule) else "",
+        group=group,
+    )
+
+
+def parts_for(block: Block, options: Options, groups: Groups | None) -> Parts:
+    """What the update of a block is made of."""
+    if groups is None or block.is_foreign:
+        return options.parts()
+    return groups[id(block.parameters[0])]
+
+
+def rule_for(block: Block, parts: Parts) -> Rule:
+    """The rule of a block: by whether it has two-sided factors, others, or none."""
+    if block.is_foreign:
+        return Plain()
+    if block.kind is None:
+        return parts.rule if is_fallback(parts.rule) else parts.fallback
+    if block.is_factored:
+        return parts.rule
+    # A normalisation layer's one statistic is inverted as it is.
+    style = "relative" if parts.rule.style == "relative" else "factored"
+    return Kronecker(style=style)
 
 
 def _without_layers(model: nn.Module, is_idle: bool) -> None:
@@ -67,17 +123,18 @@ def shape_of(block: Block) -> tuple[int, int, int]:
     return block.spec.stack, block.spec.rows, block.spec.cols
 
 
-def warn_silent(blocks: list[Block], fired: set[str], config: Curvature) -> None:
+def warn_silent(blocks: list[Block], fired: set[str], options: Options) -> None:
     """Warn of layers whose hooks have not fired by the end of the first step."""
     silent = [
         b.name
         for b in blocks
-        if b.kind is not None and not any(s.name in fired for s in b.spec.statistics)
+        if (seen := [s.name for s in b.spec.statistics if not s.is_local])
+        and fired.isdisjoint(seen)
     ]
     if not silent:
         return
     remedy = "Was the model called in training mode"
-    if config.fisher == "sampled":
+    if options.fisher == "sampled":
         remedy += ", and sampled_backward(outputs) before loss.backward()"
     warnings.warn(
         f"natgrad saw no forward and backward of {', '.join(silent)}: gradients are "
@@ -94,16 +151,6 @@ def require_known(model: nn.Module, blocks: list[Block]) -> None:
             raise RuntimeError(
                 f"{name} was added, frozen or unfrozen after registration. Must be "
                 "done before KFAC or SPNGD is made."
-            )
-
-
-def require_grouped(blocks: Iterable[Block], grouped: Collection[int]) -> None:
-    """Raise if a parameter of a block is not among those of the optimizer's groups."""
-    for block in blocks:
-        if any(id(p) not in grouped for p in block.parameters):
-            raise ValueError(
-                f"The parameters of {block.name} are in no parameter group. Must be in "
-                "one, or have requires_grad=False."
             )
 
 

@@ -59,6 +59,31 @@ def damped_roots(
     return _damped(_root, matrices, dampings)
 
 
+def damped_powers(
+    matrices: Sequence[Tensor], dampings: Sequence[float], power: float
+) -> list[Tensor | InverseError]:
+    """``(X + damping I)^-power``, symmetric, by eigendecomposition.
+
+    Of stacks ``(s, n, n)`` or diagonals ``(s, n)``. Eigenvalues that are zero up to
+    rounding count as that rounding, so that no damping is a bounded power too.
+    """
+    bases = eigendecompositions(matrices)
+    return [
+        x if isinstance(x, InverseError) else _power(x[0], x[1], damping, power)
+        for x, damping in zip(bases, dampings, strict=True)
+    ]
+
+
+def _power(vectors: Tensor, values: Tensor, damping: float, power: float) -> Tensor:
+    noise = values.shape[-1] * torch.finfo(values.dtype).eps
+    floor = noise * values.amax(-1, keepdim=True)
+    least = torch.finfo(values.dtype).tiny
+    powers = torch.maximum(values + damping, floor).clamp_min(least).pow(-power)
+    if vectors.numel() == 0:
+        return powers
+    return (vectors * powers.unsqueeze(1)) @ vectors.mT
+
+
 def _damped(
     attempt: Callable[[Tensor, Tensor], Tensor],
     matrices: Sequence[Tensor],

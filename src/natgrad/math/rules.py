@@ -7,6 +7,8 @@ empty tensor stands for the identity. ``W`` is any root of a damped inverse:
 its parts: see `parts.py`.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from natgrad.math.parts import on_left, on_right
 # A weight counts as if its rows had at least this norm in the root mean square, so that
 # one that begins at zero moves.
 LEAST_ROW = 0.1
+# A direction counts as small below this part of what noise alone would leave in it.
+QUIET = 0.5
 
 
 def into_basis(gradient: Tensor, right: Tensor, left: Tensor) -> Tensor:
@@ -117,6 +121,32 @@ def trust_ratio(weight_norm: Tensor, update_norm: Tensor, rows: Tensor | int) ->
     """
     norm = weight_norm.clamp_min(LEAST_ROW * rows**0.5)
     return torch.where(update_norm > 0, norm / update_norm, 0.0)
+
+
+def fading(direction: Tensor, usual: Tensor, noise: float | Tensor) -> Tensor:
+    """``min(1, |v| / (noise usual / 2))``: how much of its length a step keeps.
+
+    ``direction`` is the norm of the averaged gradient v, ``usual`` the root mean square
+    norm of single gradients, and ``noise`` what of it would be left if they were noise
+    and nothing else (`averaged_noise`). So steps have their whole length as long as
+    gradients have their usual size, however noisy they are, and shorten with gradients
+    that vanish. Norms of several layers at once are vectors.
+    """
+    small = QUIET * noise * usual
+    return torch.where(small > 0, direction / small, 1.0).clamp(max=1.0)
+
+
+def averaged_noise(momentum: float, nesterov: bool) -> float:
+    """The norm of an average of independent gradients, as a part of one gradient's.
+
+    The root of the sum of the squared weights, which add up to 1: the newest gradient
+    has ``1 - m``, each older one m times that of the next; with Nesterov's look-ahead
+    once more m times those, and ``1 - m`` for the newest.
+    """
+    m = momentum
+    if not nesterov:
+        return math.sqrt((1 - m) / (1 + m))
+    return (1 - m) * math.sqrt((1 + m) ** 2 + m**4 / (1 - m * m))
 
 
 def moving_part(weight: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:

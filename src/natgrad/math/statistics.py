@@ -31,6 +31,25 @@ def gram(rows: Tensor, size: int | None = None) -> Tensor:
     return completed(total)
 
 
+def own_moment(
+    gradient: Tensor, side: str, *, parts: int = 1, size: int = 0, diagonal: bool
+) -> Tensor:
+    """``G^T G`` (``side="right"``) or ``G G^T`` (``"left"``) of a stack ``(s, m, n)``.
+
+    The factors of the weight's own gradient, as Shampoo has them; or their diagonal; or
+    their diagonal blocks, ``parts`` of ``size`` rows.
+    """
+    gradient = widen(gradient)
+    rows = gradient.mT if side == "right" else gradient
+    if diagonal:
+        return rows.square().sum(-1)
+    if parts > 1:
+        missing = parts * size - rows.shape[1]
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+        rows = padded.unflatten(1, (parts, size)).flatten(0, 1)
+    return rows @ rows.mT
+
+
 def append_ones(moment: Tensor, sums: Tensor, count: int) -> Tensor:
     """Border a sum of a a^T ``(s, n, n)`` as if each a ended with a 1.
 

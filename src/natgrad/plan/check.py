@@ -51,7 +51,13 @@ def _check_statistics(plan: Plan) -> None:
     shared = _once(plan.exchanges["share_inverses"])
     for spec in plan.statistics:
         owner, workers = plan.owners.get(spec.name), plan.workers[spec.block]
-        if spec.name not in reduced or reduced[spec.name].destinations != (owner,):
+        if spec.is_local:
+            if owner not in workers or spec.name in reduced:
+                raise ValueError(
+                    f"Statistic {spec.name!r} is made of the reduced gradient, which "
+                    f"its owner {owner} does not get."
+                )
+        elif spec.name not in reduced or reduced[spec.name].destinations != (owner,):
             raise ValueError(f"Statistic {spec.name!r} does not reach its one owner.")
         item = shared.get(spec.name)
         got = {owner} | set(item.destinations if item else ())

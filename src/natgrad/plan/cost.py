@@ -73,7 +73,7 @@ class CostModel:
             return self.measured[spec.name]
         if spec.diagonal:
             return self.call + self.element * spec.elements
-        eigen = self.inverse == "eigen"
+        eigen = self.inverse == "eigen" if spec.eigen is None else spec.eigen
         cubic = self.eigen_cubic if eigen else self.factored_cubic
         square = self.eigen_square if eigen else self.factored_square
         call = self.call if self.invert_call is None else self.invert_call
@@ -83,7 +83,7 @@ class CostModel:
         """Seconds to apply a block's inverses to its gradient once."""
         if not block.statistics:
             return 0.0
-        factors = {spec.kind for spec in block.statistics} <= {"A", "G", "S"}
+        factors = all(s.is_factor or s.kind == "S" for s in block.statistics)
         polar = factors and self.scale == "orthogonal"
         # Into the eigenbasis and out again, or whitened and back: twice the products
         # of a dense inverse.
@@ -95,6 +95,15 @@ class CostModel:
             rate = self.flop if spec.diagonal else self.product(width)
             seconds += rate * flops
         return seconds + (self._polar(block) if polar else 0.0)
+
+    def passes(self, block: BlockSpec, vectors: float) -> float:
+        """Seconds of the products with a weight: forward and both of the backward.
+
+        Of so many input vectors, each of which an embedding only looks up.
+        """
+        is_table = any(s.side == "right" and s.diagonal for s in block.statistics)
+        elements = block.elements // block.cols if is_table else block.elements
+        return 6 * self.flop * elements * vectors
 
     def product(self, size: float) -> float:
         """Seconds a flop of a product whose three dims have this geometric mean."""
@@ -133,5 +142,5 @@ def inverse_elements(spec: StatisticSpec, inverse: str) -> int:
 
 def keeps_basis(spec: StatisticSpec, inverse: str) -> bool:
     """Whether an inverse is kept as eigenvectors and eigenvalues."""
-    eigen = check_inverse(inverse) == "eigen"
-    return eigen and spec.kind in ("A", "G") and not spec.diagonal
+    eigen = check_inverse(inverse) == "eigen" if spec.eigen is None else spec.eigen
+    return eigen and spec.is_factor and not spec.diagonal

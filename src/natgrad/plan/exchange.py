@@ -143,7 +143,8 @@ def derive_exchanges(
 ) -> dict[str, Exchange]:
     """All four exchanges that owners and workers imply, by name.
 
-    Statistics are summed to their owner; gradients to a block's workers (nothing with
+    Statistics are summed to their owner, but for those that it makes of the gradient,
+    which it gets as a worker; gradients to a block's workers (nothing with
     ``gradients="ddp"``); an inverse goes from its owner to the block's other workers;
     an update from the workers to all others. Items that need not move are left out.
     """
@@ -156,7 +157,9 @@ def derive_exchanges(
     }
     items = {
         "reduce_statistics": [
-            _item(s.name, s.packed, everyone, (owners[s.name],)) for s in statistics
+            _item(s.name, s.packed, everyone, (owners[s.name],))
+            for s in statistics
+            if not s.is_local
         ],
         "reduce_gradients": [
             _item(b.name, b.elements, everyone, workers[b.name])

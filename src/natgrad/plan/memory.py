@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from natgrad.plan.plan import Plan
 
 PARTS: tuple[str, ...] = ("statistics", "history", "inverses", "moments")
-FACTORS = frozenset(("A", "G", "S"))
+FACTORS = frozenset(("A", "G", "R", "L", "S"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -270,6 +270,6 @@ def _blocks_of(
 ) -> tuple[BlockSpec, ...]:
     if isinstance(model, Sequence):
         return tuple(model)
-    from natgrad.layers import find_blocks
+    from natgrad.layers import LayerOptions, find_blocks
 
-    return tuple(block.spec for block in find_blocks(model, norm=norm))
+    return tuple(block.spec for block in find_blocks(model, LayerOptions(norm=norm)))

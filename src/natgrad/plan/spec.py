@@ -18,7 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FLOAT_BYTES = 4
-FACTORS = ("A", "G")
+# Factors of a layer's inputs and output gradients, and of the weight's own gradient:
+# G^T G on the right and G G^T on the left.
+ACTIVATIONS = ("A", "G")
+GRADIENTS = ("R", "L")
+FACTORS = (*ACTIVATIONS, *GRADIENTS)
 KINDS = (*FACTORS, "S", "unit", "diag", "full")
 SIDES = ("right", "left", "both")
 # Vectors of one example are alike: so many examples at least, whatever they give.
@@ -59,7 +63,9 @@ def cut(rows: int, largest: int | None, unit: int = 1) -> tuple[int, int]:
 class StatisticSpec:
     """One statistic, named ``block/kind`` (for example ``layer1.0.conv1/A``).
 
-    ``parts`` and ``padding``: see Note [Parts of a large factor].
+    ``eigen``: whether a factor is kept as an eigendecomposition; None: as the plan's
+    ``inverse`` says for all. ``parts`` and ``padding``: see Note [Parts of a large
+    factor].
     """
 
     name: str
@@ -69,6 +75,7 @@ class StatisticSpec:
     stack: int
     size: int
     diagonal: bool = False
+    eigen: bool | None = None
     parts: int = 1
     padding: int = 0
 
@@ -78,6 +85,16 @@ class StatisticSpec:
             raise ValueError(f"Invalid kind={self.kind!r}. Must be one of {KINDS}.")
         if self.side not in SIDES:
             raise ValueError(f"Invalid side={self.side!r}. Must be one of {SIDES}.")
+
+    @property
+    def is_factor(self) -> bool:
+        """Whether it is a factor of one side of a matrix."""
+        return self.kind in FACTORS
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its owner makes it of the reduced gradient: it never moves."""
+        return self.kind in GRADIENTS
 
     @property
     def rows(self) -> int:
@@ -133,5 +150,7 @@ class BlockSpec:
 
         ``vectors`` is what each example gives to a factor: A's rows, or G's.
         """
-        size = max((s.size for s in self.statistics if s.kind in FACTORS), default=1)
+        size = max(
+            (s.size for s in self.statistics if s.kind in ACTIVATIONS), default=1
+        )
         return max(1, examples // enough_examples(size, vectors))

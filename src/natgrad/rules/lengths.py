@@ -1,117 +1,239 @@
-"""How long a step is, and a weight: the KL clip, each layer's norm, rescaling."""
+"""How long a step is: free, clipped by its KL divergence, or tied to the weight."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from natgrad.engine.engine import Engine
 from natgrad.layers import Block
 from natgrad.math import foreach
-from natgrad.math.precondition import kl_scale, rescale_factor
-from natgrad.math.rules import moving_part, trust_ratio
+from natgrad.math.precondition import kl_scale
+from natgrad.math.rules import fading, moving_part, trust_ratio
+from natgrad.requiring import require_choice, require_number
+from natgrad.rules.references import References, rows_of, stacked, weight_norms
 
 
-def layer_trust(
-    engine: Engine, updates: dict[str, Tensor], gradients: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """With ``trust="layer"``, each layer's update at the norm of its weight and bias.
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What a length sees of a step: tensors ``(s, m, n)`` by name, on this rank.
 
-    So too the updates of matrices without a block that follow Adam's rule; vectors
-    keep theirs. A layer whose ``gradients`` of this step are zero stays where it is:
-    the ratio would make up for it that what is left in its average fades.
+    Attributes:
+        blocks: those that this rank works on.
+        directions: what the rules were given.
+        gradients: this step's.
+        like: an empty tensor of the statistics' dtype and device.
+        lr: the largest learning rate.
+        first: names of the blocks of which this rank is the first worker, so that a sum
+            over ranks counts each once.
+        total: a sum over all ranks, collective.
+        noise: what is left in a direction of gradients that are only noise, by name.
+        growth: of updates, the logarithm of how much more curvature there is along them
+            than the inverses knew, by name; of factors that this rank owns.
+        references: what lengths are measured by.
     """
-    if engine.config.trust != "layer":
+
+    blocks: Mapping[str, Block]
+    directions: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    like: Tensor
+    lr: float
+    first: frozenset[str]
+    total: Callable[[Tensor], Tensor]
+    noise: Mapping[str, float]
+    growth: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    references: References
+
+
+class Length:
+    """How long an update is. A length is a frozen dataclass with its own options."""
+
+    def scaled(self, updates: dict[str, Tensor], sight: Sight) -> dict[str, Tensor]:
+        """Updates, each at its own length."""
         return updates
-    rows = {name: _rows(engine, engine.block[name]) for name in updates}
-    names = [name for name in updates if rows[name]]
-    if not names:
-        return updates
-    sizes = _stacked(foreach.norms([updates[name] for name in names]), engine.like)
-    peaks = _stacked(foreach.peaks([gradients[name] for name in names]), engine.like)
-    counts = _vector(tuple(rows[n] for n in names), sizes.dtype, sizes.device)
-    blocks = [engine.block[name] for name in names]
-    norms, shares = _weight_norms(blocks, updates, engine.like)
-    ratios = trust_ratio(norms, sizes, counts * shares)
-    ratios = torch.where(peaks > 0, ratios, 0.0)
-    chosen = [updates[name] for name in names]
-    factors = [r.to(u) for r, u in zip(ratios.unbind(), chosen, strict=True)]
-    return updates | dict(zip(names, foreach.multiplied(chosen, factors), strict=True))
+
+    def clip(self, updates: Mapping[str, Tensor], sight: Sight) -> Tensor | None:
+        """A factor for the updates of all layers, the same on all ranks; None for 1."""
+        return None
 
 
-def _rows(engine: Engine, block: Block) -> int:
-    """How many outputs the weight has; 0: its update keeps its length."""
-    if block.is_factored:
-        return block.spec.stack * block.spec.rows
-    dims = [size for size in block.parameters[0].shape if size > 1]
-    is_matrix = block.kind is None and len(dims) > 1
-    return dims[0] if is_matrix and engine.preconditioner.is_adaptive(block) else 0
+@dataclass(frozen=True, kw_only=True)
+class Free(Length):
+    """The length that the rule gives."""
 
 
-def _stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.stack([x.to(like) for x in numbers])
+@dataclass(frozen=True, kw_only=True)
+class KLClip(Length):
+    """All updates are scaled down so that their KL divergence is at most ``kappa``.
+
+    Pauloski et al., eq. 18, where the product of update u and gradient stands for
+    ``u^T F u``. With inverses of an earlier F that is too small where the curvature
+    along u has grown since, so it is multiplied by the growth. The bound is of the
+    preconditioned gradient: what momentum adds to it later is not counted. For natural
+    gradients only.
+
+    Attributes:
+        kappa: the bound, > 0.
+        lr: the learning rate, for a `KFAC` that has no optimizer to read it from.
+    """
+
+    kappa: float = 1e-3
+    lr: float | None = None
+
+    def __post_init__(self) -> None:
+        require_number("kappa", self.kappa, "a number > 0", above=0.0)
+        if self.lr is not None:
+            require_number("lr", self.lr, "a number > 0, or None", above=0.0)
+
+    def clip(self, updates: Mapping[str, Tensor], sight: Sight) -> Tensor | None:
+        """nu of eq. 18."""
+        zero, growth = sight.like.new_zeros(()), sight.growth(updates)
+        layers = [n for n, block in sight.blocks.items() if block.kind is not None]
+        products = [
+            torch.dot(updates[name].flatten(), sight.directions[name].flatten()).abs()
+            if name in sight.first
+            else zero
+            for name in layers
+        ]
+        growths = [growth.get(name, zero) for name in layers]
+        known = sight.total(stacked([*products, *growths], sight.like))
+        total = (known[: len(layers)] * known[len(layers) :].exp()).sum()
+        return kl_scale(total, self.kappa, sight.lr if self.lr is None else self.lr)
+
+
+ReferenceNorm = Literal["start", "now"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTrust(Length):
+    """Each layer's update gets the norm that its weight and bias began with.
+
+    A learning rate of 0.01 then moves every layer by 1% of that norm; of an embedding,
+    the rows that were read. So too the updates of matrices without a layer that follow
+    Adam's rule; norms and vectors keep theirs. A layer whose gradients of this step are
+    zero stays where it is: the ratio would make up for it that its average fades.
+
+    Attributes:
+        reference: the norm of the weight at the ``"start"`` of training, or ``"now"``,
+            as LARS has it. Steps that are a part of the norm now make it grow
+            geometrically, unless the learning rate falls to zero soon enough.
+        memory: steps shorten where gradients are small beside what they usually are:
+            this is the decay of the running mean of their squared norms, in [0, 1). It
+            counts all of them alike until there are more than it holds. None: every
+            step has its whole length.
+    """
+
+    reference: ReferenceNorm = "start"
+    memory: float | None = 0.999
+
+    def __post_init__(self) -> None:
+        require_choice("reference", self.reference, get_args(ReferenceNorm))
+        if self.memory is not None:
+            legal = "in [0, 1), or None"
+            require_number("memory", self.memory, legal, low=0.0, below=1.0)
+
+    def scaled(self, updates: dict[str, Tensor], sight: Sight) -> dict[str, Tensor]:
+        """``u |w| / |u|``, times what is left of the length where gradients vanish."""
+        rows = {name: rows_of(sight.blocks[name]) for name in updates}
+        names = [name for name in updates if rows[name]]
+        if not names:
+            return updates
+        chosen = [updates[name] for name in names]
+        gradients = [sight.gradients[name] for name in names]
+        sizes = stacked(foreach.norms(chosen), sight.like)
+        peaks = stacked(foreach.peaks(gradients), sight.like)
+        counts = _vector(tuple(rows[n] for n in names), sizes.dtype, sizes.device)
+        norms, shares = self._norms(chosen, names, sight)
+        ratios = trust_ratio(norms, sizes, counts * shares)
+        if self.memory is not None:
+            ratios = ratios * self._fading(gradients, names, sight)
+        ratios = torch.where(peaks > 0, ratios, 0.0)
+        factors = [r.to(u) for r, u in zip(ratios.unbind(), chosen, strict=True)]
+        scaled = foreach.multiplied(chosen, factors)
+        return updates | dict(zip(names, scaled, strict=True))
+
+    def _norms(
+        self, updates: Sequence[Tensor], names: Sequence[str], sight: Sight
+    ) -> tuple[Tensor, Tensor]:
+        """What the norms of updates are to be, and which share of each weight moves."""
+        blocks, like = [sight.blocks[name] for name in names], sight.like
+        shares = [like.new_ones(())] * len(blocks)
+        if self.reference == "now":
+            norms = list(weight_norms(blocks, like).unbind())
+        else:
+            norms = [sight.references.states[name].start for name in names]
+        for i, (b, update) in enumerate(zip(blocks, updates, strict=True)):
+            if b.is_table:
+                weight = b.fold([b.parameters[0].detach()])
+                moving, shares[i] = moving_part(weight, update)
+                # of rows that were not looked at when training began, the usual norm
+                past = norms[i] * shares[i].sqrt()
+                norms[i] = moving if self.reference == "now" else past
+        return stacked(norms, like), stacked(shares, like)
+
+    def _fading(
+        self, gradients: Sequence[Tensor], names: Sequence[str], sight: Sight
+    ) -> Tensor:
+        assert self.memory is not None
+        sizes = stacked(foreach.norms(gradients), sight.like)
+        usual = sight.references.usual(names, sizes, self.memory)
+        noise = tuple(sight.noise.get(name, 1.0) for name in names)
+        directions = [sight.directions[name] for name in names]
+        lengths = stacked(foreach.norms(directions), sight.like)
+        return fading(lengths, usual, _vector(noise, usual.dtype, usual.device))
+
+
+Adjust = Literal["original", "match_rms_adamw"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonLength(Length):
+    """A length by the shape of the matrix, as Muon has it, whatever the weight's norm.
+
+    Attributes:
+        adjust: as in `torch.optim.Muon`: ``"original"`` multiplies an update
+            ``(m, n)`` by ``sqrt(max(1, m / n))``, ``"match_rms_adamw"`` by
+            ``0.2 sqrt(max(m, n))``, so that AdamW's learning rates fit.
+        normalise: first give the update the norm ``sqrt(min(m, n))`` of an orthogonal
+            matrix, so that any rule has Muon's length.
+    """
+
+    adjust: Adjust = "original"
+    normalise: bool = True
+
+    def __post_init__(self) -> None:
+        require_choice("adjust", self.adjust, get_args(Adjust))
+
+    def scaled(self, updates: dict[str, Tensor], sight: Sight) -> dict[str, Tensor]:
+        """``u sqrt(s min(m, n)) / |u|`` times the factor of the shape."""
+        names = [name for name in updates if sight.blocks[name].is_factored]
+        if not names:
+            return updates
+        chosen = [updates[name] for name in names]
+        factors = [sight.like.new_tensor(self._factor(u)) for u in chosen]
+        if self.normalise:
+            sizes = foreach.norms(chosen)
+            factors = [
+                torch.where(size > 0, (math.sqrt(len(u) * min(u.shape[1:])) * f), 0.0)
+                / torch.where(size > 0, size, 1.0)
+                for u, f, size in zip(chosen, factors, sizes, strict=True)
+            ]
+        scaled = foreach.multiplied(chosen, factors)
+        return updates | dict(zip(names, scaled, strict=True))
+
+    def _factor(self, update: Tensor) -> float:
+        rows, cols = update.shape[1:]
+        if self.adjust == "original":
+            return math.sqrt(max(1.0, rows / cols))
+        return 0.2 * math.sqrt(max(rows, cols))
 
 
 @lru_cache(maxsize=64)
 def _vector(
-    values: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    values: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Kept: to copy numbers to a GPU is to wait for it."""
     return torch.tensor(values, dtype=dtype, device=device)
-
-
-def _weight_norms(
-    blocks: Sequence[Block], updates: Mapping[str, Tensor], like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Of each block's weight and bias together, and which share of it moves.
-
-    Each rank has the whole weight, whoever else works on the block.
-    """
-    weights = foreach.norms([b.parameters[0].detach() for b in blocks])
-    biases = [b.parameters[-1].detach() for b in blocks if len(b.parameters) > 1]
-    found = iter(foreach.norms(biases) if biases else [])
-    one, zero = like.new_ones(()), like.new_zeros(())
-    bias = [next(found) if len(b.parameters) > 1 else zero for b in blocks]
-    shares = [one] * len(blocks)
-    for i, b in enumerate(blocks):
-        if b.is_table:
-            weight = b.fold([b.parameters[0].detach()])
-            weights[i], shares[i] = moving_part(weight, updates[b.name])
-    norms = torch.hypot(_stacked(weights, like), _stacked(bias, like))
-    return norms, _stacked(shares, like)
-
-
-def kl_trust(
-    engine: Engine,
-    directions: Mapping[str, Tensor],
-    updates: Mapping[str, Tensor],
-    lr: float,
-) -> Tensor | None:
-    """With ``trust="kl"``, nu (Pauloski et al., eq. 18), the same on all ranks."""
-    config = engine.config
-    if config.trust != "kl" or config.kl_clip is None:
-        return None
-    products = [
-        torch.dot(updates[name].flatten(), directions[name].flatten()).abs()
-        for name in updates
-        if engine.block[name].kind is not None
-        # several ranks may work on a block: the first counts it
-        and engine.plan.workers[name][0] == engine.comm.rank
-    ]
-    total = engine.comm.agree(sum(products, start=engine.like.new_zeros(1)))[0]
-    return kl_scale(total, config.kl_clip, lr)
-
-
-def rescale(blocks: Sequence[Block]) -> list[Tensor]:
-    """Bring weights to norm sqrt(2 d_out) (SP-NGD, eq. 24); returns their changes."""
-    weights: list[Tensor] = [b.parameters[0].detach() for b in blocks]
-    if not weights:
-        return []
-    before = [w.clone() for w in weights]
-    factors = [
-        rescale_factor(norm, b.spec.stack * b.spec.rows)
-        for b, norm in zip(blocks, foreach.norms(weights), strict=True)
-    ]
-    foreach.multiply_(weights, factors)
-    return foreach.subtract(weights, before)

@@ -1,6 +1,7 @@
-"""From gradients to updates: the rules that `natgrad.options.Curvature` names."""
+"""Applies every block's rule, to blocks of equal shape together."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,32 +12,18 @@ from natgrad.factors.statistics import Statistics
 from natgrad.layers import Block
 from natgrad.layers.registration import shape_of
 from natgrad.math.inverse import Inverse
-from natgrad.math.parts import kronecker_values
-from natgrad.math.polar import polar
-from natgrad.math.precondition import (
-    apply_eigen,
-    descending,
-)
-from natgrad.math.rules import (
-    adaptive_scale,
-    between,
-    corrected_scale,
-    into_basis,
-    out_of_basis,
-    whiten,
-    whiten_back,
-)
+from natgrad.math.precondition import descending
+from natgrad.rules.fallbacks import Plain
 from natgrad.rules.moments import Bases, Moments, is_replaced, moved
+from natgrad.rules.rule import Matrices
 
-# Of parameters without a block, relative to the root mean square of their gradients.
-REST_DAMPING = 1e-3
 # Blocks of equal shape are done by one product up to this many elements each; larger
 # ones keep a device busy by themselves, and joining their gradients takes memory.
 TOGETHER_UP_TO = 2**18
 
 
 class Preconditioner:
-    """Applies the chosen rule to the blocks that this rank works on.
+    """Applies the rules of the blocks that this rank works on.
 
     ``directions`` are what is scaled: gradients, or running averages of them.
     ``gradients`` are this step's, from which second moments are learned.
@@ -44,7 +31,6 @@ class Preconditioner:
 
     def __init__(self, statistics: Statistics) -> None:
         self.statistics = statistics
-        self.config = statistics.config
         self.stacks = Stacks()
         self.moments = Moments(self.stacks)
 
@@ -60,7 +46,7 @@ class Preconditioner:
             shares = {b.name: float(b.spec.elements) for b in group}
             with self.statistics.meter("precondition", shares):
                 v = _joined(group, directions)
-                u = self._scaled(group, v, directions, gradients)
+                u = group[0].rule.apply(self._seen(group, v, directions, gradients))
                 u = u if u is v else descending(v, u, len(group))
             parts = u.split(len(u) // len(group))
             updates.update(zip(shares, parts, strict=True))
@@ -76,8 +62,7 @@ class Preconditioner:
 
     def _alike(self, block: Block) -> Hashable:
         """What the blocks of a group have in common."""
-        rule = self._rule(block)
-        if rule == "plain" or block.spec.elements > TOGETHER_UP_TO:
+        if isinstance(block.rule, Plain) or block.spec.elements > TOGETHER_UP_TO:
             return block.name
         sides = [
             (s.kind, s.size, s.diagonal, self.statistics.states[s.name].inverse is None)
@@ -87,99 +72,53 @@ class Preconditioner:
         workers = tuple(self.statistics.plan.workers[block.name])
         # All moments of a group have the same bias.
         steps = self.moments.steps(block.name)
-        return rule, shape_of(block), tuple(sides), workers, steps
+        return block.rule, shape_of(block), tuple(sides), workers, steps
+
+    def _seen(
+        self,
+        group: list[Block],
+        v: Tensor,
+        directions: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+    ) -> Matrices:
+        """What a rule sees of a group."""
+        rule, names = group[0].rule, [block.name for block in group]
+        same = all(directions[name] is gradients[name] for name in names)
+        right, left, known = self._inverses(group)
+        return Matrices(
+            direction=v,
+            gradient=v if same or not rule.adapts else _joined(group, gradients),
+            count=len(group),
+            right=right,
+            left=left,
+            known=known,
+            damping=self.statistics.damping_of(group[0]),
+            curvature=self._curvature(group) if rule.corrects else None,
+            moment=partial(self.moments.update, names),
+        )
+
+    def _curvature(self, group: list[Block]) -> Tensor | None:
+        states = [self.statistics.states[f"{block.name}/S"] for block in group]
+        moment = self.stacks.of(states)
+        return None if moment is None else moment[0]
 
     def bases(self) -> dict[str, Bases]:
         """The eigenbases in which blocks have their second moments, by block name."""
-        if self.config.scale not in ("adaptive", "corrected"):
-            return {}
         found: dict[str, Bases] = {}
         for block in self.statistics.block.values():
-            if block.is_factored:
-                found[block.name] = self._bases([block])
+            if block.is_factored and (block.rule.adapts or block.rule.corrects):
+                right, left, _ = self._inverses([block])
+                empty = self.statistics.like
+                found[block.name] = (
+                    right[0] if right else empty,
+                    left[0] if left else empty,
+                )
         return found
 
     def bases_for_capture(self, block: Block) -> Bases | None:
         """Those that an S is to be estimated in; None before the first refresh."""
         right, left, known = self._inverses([block])
         return (right[0], left[0]) if known and right and left else None
-
-    def is_adaptive(self, block: Block) -> bool:
-        """Whether a block's rule has a second moment."""
-        if block.kind is None:
-            return self.config.rest == "adaptive" and not block.is_foreign
-        return block.is_factored and self.config.scale == "adaptive"
-
-    def _rule(self, block: Block) -> str:
-        if block.kind is None:
-            return "rest" if self.is_adaptive(block) else "plain"
-        return self.config.scale if block.is_factored else "kronecker"
-
-    def _scaled(
-        self,
-        group: list[Block],
-        v: Tensor,
-        directions: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-    ) -> Tensor:
-        rule = self._rule(group[0])
-        if rule == "plain":
-            return v
-        if rule == "orthogonal":
-            return self._orthogonal(group, v)
-        if rule == "kronecker":
-            return self._kronecker(group, v)
-        if rule == "corrected":
-            return self._corrected(group, v)
-        same = all(directions[b.name] is gradients[b.name] for b in group)
-        g = v if same else _joined(group, gradients)
-        return (self._adaptive if rule == "adaptive" else self._rest)(group, v, g)
-
-    def _rest(self, group: list[Block], v: Tensor, gradient: Tensor) -> Tensor:
-        names = [block.name for block in group]
-        square = self.moments.update(names, gradient, self.config.beta2)
-        return adaptive_scale(v, square, REST_DAMPING) * self.config.rest_rate
-
-    def _kronecker(self, group: list[Block], v: Tensor) -> Tensor:
-        """``(F + damping I)^-1 V``; the plain gradient while an inverse is missing."""
-        right, left, known = self._inverses(group)
-        if not known:
-            return v
-        if group[0].is_factored and self.config.form == "eigen":
-            assert right is not None
-            assert left is not None
-            return apply_eigen(v, right, left, self.statistics.damping_of(group[0]))
-        return between(v, right[0] if right else None, left[0] if left else None)
-
-    def _adaptive(self, group: list[Block], v: Tensor, gradient: Tensor) -> Tensor:
-        """Adam's rule in the eigenbases of the factors."""
-        bases, names = self._bases(group), [block.name for block in group]
-        rotated = into_basis(gradient, *bases)
-        square = self.moments.update(names, rotated, self.config.beta2)
-        if v is not gradient:
-            rotated = into_basis(v, *bases)
-        damping = self.statistics.damping_of(group[0])
-        return out_of_basis(adaptive_scale(rotated, square, damping), *bases)
-
-    def _corrected(self, group: list[Block], v: Tensor) -> Tensor:
-        """EKFAC; K-FAC's own scale until the second moment is known."""
-        right, left, known = self._inverses(group)
-        if not known or right is None or left is None:
-            return v
-        states = [self.statistics.states[f"{block.name}/S"] for block in group]
-        moment = self.stacks.of(states)
-        if moment is None:
-            curvature = kronecker_values(right[1], left[1], v)
-        else:
-            curvature = moment[0].reshape(v.shape)
-        damping: float | Tensor = self.statistics.damping_of(group[0])
-        if self.config.damping_style == "relative":
-            means = curvature.reshape(len(group), 1, -1).mean(2, keepdim=True)
-            each = means.expand(-1, len(v) // len(group), 1)
-            damping = damping * each.reshape(-1, 1, 1)
-        bases = right[0], left[0]
-        scaled = corrected_scale(into_basis(v, *bases), curvature, damping)
-        return out_of_basis(scaled, *bases)
 
     def follow(self, old: Mapping[str, Bases]) -> None:
         """Move second moments from the bases before a refresh to those after it.
@@ -188,14 +127,15 @@ class Preconditioner:
         """
         new = self.bases()
         changed = [name for name in old if is_replaced(old[name], new[name])]
-        if self.config.moments == "restart":
-            self.moments.forget(changed)
-            for state in self._scales(changed):
-                state.average, state.inverse, state.history = None, None, []
-                state.estimated = False
-            return
-        self.moments.follow(old, new)
-        for state in self._scales(changed):
+        rules = {name: self.statistics.block[name].rule for name in old}
+        restart = [name for name in changed if rules[name].moments == "restart"]
+        self.moments.forget(restart)
+        for state in self._scales(restart):
+            state.average, state.inverse, state.history = None, None, []
+            state.estimated = False
+        kept = {name: old[name] for name in old if rules[name].moments == "move"}
+        self.moments.follow(kept, new)
+        for state in self._scales([name for name in changed if name in kept]):
             name = state.spec.block
             shape, pair = shape_of(self.statistics.block[name]), (old[name], new[name])
             state.average = moved(state.average, shape, *pair)
@@ -207,20 +147,6 @@ class Preconditioner:
         """The S of blocks that have one."""
         found = (self.statistics.states.get(f"{name}/S") for name in blocks)
         return [state for state in found if state is not None]
-
-    def _orthogonal(self, group: list[Block], v: Tensor) -> Tensor:
-        """Polar factors of the whitened gradients."""
-        if self.config.whitening == "full":
-            v = self._kronecker(group, v)
-        roots = self._roots(group)
-        return whiten_back(polar(whiten(v, *roots)), *roots)
-
-    def _roots(self, group: list[Block]) -> tuple[Tensor | None, Tensor | None]:
-        """The roots on the right and left; None for the identity."""
-        if self.config.form != "root":
-            return None, None
-        right, left, _ = self._inverses(group)
-        return (right[0] if right else None), (left[0] if left else None)
 
     def _inverses(
         self, group: list[Block]
@@ -234,12 +160,6 @@ class Preconditioner:
                 by_side[spec.side] = self.stacks.of(states)
         known = all(x is not None for x in by_side.values())
         return by_side.get("right"), by_side.get("left"), known
-
-    def _bases(self, group: list[Block]) -> Bases:
-        """Eigenvectors of the right and left factors; empty for the identity."""
-        right, left, _ = self._inverses(group)
-        empty = self.statistics.like
-        return (right[0] if right else empty), (left[0] if left else empty)
 
 
 def _joined(group: list[Block], tensors: Mapping[str, Tensor]) -> Tensor:

@@ -73,7 +73,7 @@ def test_a_point_becomes_settings() -> None:
             damping=one(0.02),
             damping_styles=("normal", "approximated"),
             recipe="digits-kfac",
-            settings={"curvature": {"kl_clip": "none"}},
+            settings={"curvature": {"length": "free", "kappa": "none"}},
         ),
         "spngd": Method(lr=one(0.4), damping=one(0.03)),
         "polar": Method(lr=one(0.1), damping=one(2.0), recipe="digits-polar"),
@@ -85,20 +85,20 @@ def test_a_point_becomes_settings() -> None:
     assert (sgd.optimizer.lr, sgd.optimizer.momentum) == (0.2, 0.7)
     assert not sgd.optimizer.kfac
     assert normal.optimizer.kfac
-    assert normal.optimizer.momentum == 0.9
+    assert normal.optimizer.usual_momentum == 0.9
     assert normal.curvature.damping == 0.02
-    assert normal.curvature.kl_clip is None
+    assert normal.curvature.length == "free"
     assert normal.curvature.norm == "unit"
-    assert (normal.curvature.damping_style, approximated.curvature.damping_style) == (
+    assert (normal.curvature.style, approximated.curvature.style) == (
         "eigen",
         "factored",
     )
-    assert (spngd.optimizer.name, spngd.curvature.damping_style) == (
+    assert (spngd.optimizer.name, spngd.curvature.style) == (
         "spngd",
         "factored",
     )
     assert (polar.optimizer.name, polar.optimizer.lr) == ("polar", 0.1)
-    assert (polar.curvature.damping, polar.curvature.damping_style) == (2.0, "relative")
+    assert (polar.curvature.damping, polar.curvature.style) == (2.0, "relative")
     assert all((x.batch, x.micro_batch, x.model.width) == (32, 16, 4) for x in found)
 
 

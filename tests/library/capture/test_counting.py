@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.construct import construct
 from tests.support.oracle import near
 from torch import Tensor, nn
 
+import natgrad
 from natgrad import KFAC, SPNGD, Every
 
 COUNT = 8
@@ -45,7 +47,9 @@ def second_moment(rows: Tensor) -> Tensor:
 def captured(
     model: nn.Module, run: Callable[[KFAC], object], **options: Any
 ) -> dict[str, Tensor]:
-    with KFAC(model, kl_clip=None, refresh=Every(), **options) as kfac:
+    with construct(
+        KFAC, model, length=natgrad.Free(), refresh=Every(), **options
+    ) as kfac:
         run(kfac)
         kfac.step()
         return {kind: kfac.statistic(f"layer/{kind}")[0] for kind in "AG"}
@@ -63,7 +67,7 @@ def attack(model: Net, x: Tensor, *, retained: bool = False) -> None:
     loss.backward(inputs=[z], retain_graph=retained)
 
 
-@pytest.mark.parametrize("options", [{}, {"statistics": "inputs"}])
+@pytest.mark.parametrize("options", [{}, {"rule": natgrad.Kronecker(sides="inputs")}])
 def test_gradients_of_inputs_are_no_micro_batches(options: dict[str, Any]) -> None:
     model, x, _ = made()
 
@@ -71,7 +75,9 @@ def test_gradients_of_inputs_are_no_micro_batches(options: dict[str, Any]) -> No
         attack(model, x)
         loss_of(model(x)).backward()
 
-    with KFAC(model, kl_clip=None, refresh=Every(), **options) as kfac:
+    with construct(
+        KFAC, model, length=natgrad.Free(), refresh=Every(), **options
+    ) as kfac:
         run(kfac)
         assert kfac.engine.capture.current.forwards == 1
         assert kfac.engine.capture.current.calls["layer/A"] == 1
@@ -110,7 +116,7 @@ def test_a_backward_into_other_layers_alone_does_not_count() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     x = torch.randn(COUNT, 4).double()
-    with KFAC(model, kl_clip=None, refresh=Every()) as kfac:
+    with KFAC(model, length=natgrad.Free(), refresh=Every()) as kfac:
         loss_of(model(x)).backward(inputs=list(model[2].parameters()))
         assert set(kfac.engine.capture.current.calls) == {"2/A", "2/G"}
 
@@ -168,7 +174,7 @@ def test_terms_of_the_whole_step_hold_for_its_micro_batches() -> None:
 
 def test_terms_of_the_whole_step_come_before_its_first_backward() -> None:
     model, x, _ = made()
-    with KFAC(model, kl_clip=None, refresh=Every()) as kfac:
+    with KFAC(model, length=natgrad.Free(), refresh=Every()) as kfac:
         loss_of(model(x)).backward()
         with pytest.raises(RuntimeError, match="before the first backward"):
             kfac.set_loss_terms(3, whole_step=True)
@@ -177,7 +183,7 @@ def test_terms_of_the_whole_step_come_before_its_first_backward() -> None:
 def test_terms_of_the_whole_step_hold_for_one_step() -> None:
     model, x, _ = made()
     ghat = 2 * model(x).detach()
-    with KFAC(model, kl_clip=None, refresh=Every(), decay=0.0) as kfac:
+    with KFAC(model, length=natgrad.Free(), refresh=Every(), factor_decay=0.0) as kfac:
         kfac.watch()  # keeps averages
         kfac.set_loss_terms(3, whole_step=True)
         for _ in range(2):
@@ -204,13 +210,12 @@ def test_positions_before_examples_with_the_terms_given() -> None:
 
 RULES: dict[str, dict[str, Any]] = {
     "kl": {},
-    "layer": {"trust": "layer"},
-    "adaptive": {"scale": "adaptive", "trust": "none"},
+    "layer": {"length": natgrad.LayerTrust()},
+    "adaptive": {"rule": natgrad.EigenAdam(), "length": natgrad.Free()},
     "orthogonal": {
-        "scale": "orthogonal",
-        "trust": "layer",
-        "damping_style": "relative",
-        "rest": "adaptive",
+        "rule": natgrad.Orthogonal(),
+        "length": natgrad.LayerTrust(),
+        "fallback": natgrad.Adam(),
     },
 }
 
@@ -222,7 +227,7 @@ def amp_weights(fused: bool, **options: Any) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     options = {"grad_scaler": scaler, "refresh": Every()} | options
-    with KFAC(model, optimizer, **options):
+    with construct(KFAC, model, optimizer, **options):
         for _ in range(3):
             optimizer.zero_grad()
             loss = F.cross_entropy(
@@ -261,8 +266,13 @@ def test_an_overflow_with_a_fused_optimizer_leaves_no_trace() -> None:
 
 def test_rescaling_is_no_part_of_an_average_of_gradients() -> None:
     model, x, _ = made()
-    options: dict[str, Any] = {"average": "gradient", "rescale_weights": True}
-    with SPNGD(model, lr=1e-9, momentum=0.9, damping=1.0, **options) as optimizer:
+    options: dict[str, Any] = {
+        "average": natgrad.AverageGradients(),
+        "decay": natgrad.Rescaled(),
+    }
+    with construct(
+        SPNGD, model, lr=1e-9, momentum=0.9, damping=1.0, **options
+    ) as optimizer:
         loss_of(model(x)).backward()
         weight = model.layer.weight
         assert weight.grad is not None
@@ -276,7 +286,7 @@ def test_weights_that_stand_in_for_the_model_s_do_not_disturb_it() -> None:
     """As those of a functional call, from which gradients flow back to the model's."""
     model, x, _ = made()
     fast = {name: p - 0.1 * p for name, p in model.named_parameters()}
-    with KFAC(model, kl_clip=None, refresh=Every()) as kfac:
+    with KFAC(model, length=natgrad.Free(), refresh=Every()) as kfac:
         loss_of(torch.func.functional_call(model, fast, (x,))).backward()
         kfac.step()
         ones = torch.cat((x, torch.ones(COUNT, 1).double()), 1)

@@ -117,7 +117,7 @@ def one_has_none(rank: int, method: str, options: dict[str, Any]) -> Any:
     for examples_here in ((8, 8), (8, 0), (0, 8), (0, 0), (8, 8)):
         fleet.backward(examples_here[rank])
         fleet.optimizer.step()
-    flat = torch.cat([p.detach().flatten() for p in fleet.plain.parameters()])
+    flat = fleet.weights()
     return flat, fleet.natural.health()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from torch import Tensor, nn
 
 import natgrad
@@ -32,16 +33,16 @@ def hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) for m in model.modules())
 
 
-@pytest.mark.parametrize("left_out", ["a parameter", "a name"])
-def test_a_constructor_that_fails_leaves_no_hooks(left_out: str) -> None:
+@pytest.mark.parametrize("wrong", ["a name", "a setting"])
+def test_a_constructor_that_fails_leaves_no_hooks(wrong: str) -> None:
     gc.collect()
     model, watched = made(), len(_STANCE.watched)
     params = list(model[0].named_parameters())
-    group: dict[str, Any] = {"params": params}
-    if left_out == "a name":
+    group: dict[str, Any] = {"params": params, "momentum": 1.5}
+    if wrong == "a name":
         group = {"params": [*params, ("again", params[0][1]), object()]}
     with pytest.raises((ValueError, TypeError)):
-        SPNGD(model, 0.1, param_groups=[group])
+        SPNGD(model, [group], lr=0.1)
     assert hooks(model) + len(model._forward_pre_hooks) == 0
     assert len(_STANCE.watched) == watched
 
@@ -49,7 +50,7 @@ def test_a_constructor_that_fails_leaves_no_hooks(left_out: str) -> None:
 def test_a_second_one_on_a_model_is_refused_until_the_first_is_closed() -> None:
     model = made()
     first = KFAC(model, sgd(model))
-    for make in (lambda: KFAC(model, sgd(model)), lambda: SPNGD(model[2], 0.1)):
+    for make in (lambda: KFAC(model, sgd(model)), lambda: SPNGD(model[2], lr=0.1)):
         with pytest.raises(RuntimeError, match="close"):
             make()
     first.close()
@@ -84,12 +85,13 @@ def test_a_copy_of_a_watched_model_is_free() -> None:
             kfac.optimizer.step()  # pyright: ignore[reportOptionalMemberAccess]
 
 
-@pytest.mark.parametrize("rest", ["plain", "adaptive"])
-def test_layers_that_the_optimizer_does_not_have_are_left_alone(rest: Any) -> None:
+@pytest.mark.parametrize("rule", [natgrad.Plain(), natgrad.Adam()])
+def test_layers_that_the_optimizer_does_not_have_are_left_alone(rule: Any) -> None:
     model = made()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    options: dict[str, Any] = {"rest": rest, "kl_clip": None, "refresh": Every()}
-    with KFAC(model, optimizer, damping=1e-4, **options) as kfac:
+    options: dict[str, Any] = {"fallback": rule, "length": natgrad.Free()}
+    options["refresh"] = Every()
+    with construct(KFAC, model, optimizer, damping=1e-4, **options) as kfac:
         backward(model)
         grads: dict[str, Tensor] = {
             name: p.grad.clone()
@@ -104,19 +106,24 @@ def test_layers_that_the_optimizer_does_not_have_are_left_alone(rest: Any) -> No
         assert all("not the optimizer's" in line for line in lines)
 
 
-def test_a_layer_that_the_optimizer_has_in_part_is_left_alone() -> None:
+def test_a_bias_that_the_optimizer_does_not_have_is_left_alone() -> None:
     model = made()
     bias = model[2].bias
     params = [p for p in model.parameters() if p is not bias]
-    options: dict[str, Any] = {"rest": "adaptive", "kl_clip": None, "refresh": Every()}
+    options: dict[str, Any] = {
+        "fallback": natgrad.Adam(),
+        "length": natgrad.Free(),
+        "refresh": Every(),
+    }
     optimizer = torch.optim.SGD(params, lr=0.1)
-    with KFAC(model, optimizer, **options) as kfac:
+    with construct(KFAC, model, optimizer, **options) as kfac:
         backward(model)
         assert isinstance(bias.grad, Tensor)
         before = bias.grad.clone()
         optimizer.step()
         assert torch.equal(bias.grad, before)
-        assert kfac.engine.block["2.weight"].kind is None
+        assert kfac.engine.block["2.bias"].kind is None
+        assert kfac.engine.block["2"].parameters == (model[2].weight,)
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
@@ -129,8 +136,10 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 def test_the_spectrum_of_a_corrected_block_is_that_of_its_factors() -> None:
     model = made()
     optimizer = sgd(model)
-    options: dict[str, Any] = {"scale": "corrected", "damping_style": "eigen"}
-    with KFAC(model, optimizer, refresh=Every(), kl_clip=None, **options) as kfac:
+    options: dict[str, Any] = {"rule": natgrad.EKFAC(style="eigen")}
+    with construct(
+        KFAC, model, optimizer, refresh=Every(), length=natgrad.Free(), **options
+    ) as kfac:
         kfac.watch(1)
         for _ in range(3):
             backward(model)

@@ -85,5 +85,5 @@ def test_a_class_with_a_reducer_of_its_own_keeps_it() -> None:
             return nn.Linear, (2, 3)
 
     model = Mine(5, 3).double()
-    with natgrad.KFAC(model, lr=0.1):
+    with natgrad.KFAC(model, length=natgrad.KLClip(lr=0.1)):
         assert pickle.loads(pickle.dumps(model)).in_features == 2

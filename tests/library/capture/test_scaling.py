@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import oracle
+from tests.support.construct import construct
 from tests.support.oracle import near
 from torch import Tensor, nn
 
+import natgrad
 from natgrad import KFAC, Every
 
 CLASSES = 3
@@ -53,8 +55,8 @@ def images(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def kfac_of(model: nn.Module, **options: Any) -> KFAC:
-    options = {"kl_clip": None, "norm": "unit", "refresh": Every()} | options
-    return KFAC(model, **options)
+    options = {"length": natgrad.Free(), "norm": "unit", "refresh": Every()} | options
+    return construct(KFAC, model, **options)
 
 
 def brute_force(
@@ -155,7 +157,7 @@ def test_batches_of_varying_size_weigh_alike_in_the_average() -> None:
     model = network()
     batches = [images(n, seed=n) for n in (8, 3, 1)]
     wants = [brute_force(model, x, y) for x, y in batches]
-    with kfac_of(model, decay=0.75) as kfac:
+    with kfac_of(model, factor_decay=0.75) as kfac:
         for x, y in batches:
             model.zero_grad()
             F.cross_entropy(model(x), y).backward()
@@ -239,7 +241,7 @@ def test_masked_tokens_are_no_terms(before: bool) -> None:
 
 def test_loss_terms_hold_for_one_step() -> None:
     model, x, y = token_batch()
-    with kfac_of(model, loss="tokens", decay=0.5) as kfac:
+    with kfac_of(model, loss="tokens", factor_decay=0.5) as kfac:
         for terms in (7, None):
             if terms:
                 kfac.set_loss_terms(terms)
@@ -284,8 +286,12 @@ def test_a_grad_scaler_is_undone(scale: float) -> None:
     want = brute_force(model, x, y)
     scaler = scaler_of(scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"norm": "unit", "refresh": Every(), "kl_clip": None}
-    with KFAC(model, optimizer, grad_scaler=scaler, **options) as kfac:
+    options: dict[str, Any] = {
+        "norm": "unit",
+        "refresh": Every(),
+        "length": natgrad.Free(),
+    }
+    with construct(KFAC, model, optimizer, grad_scaler=scaler, **options) as kfac:
         scaler.scale(F.cross_entropy(model(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -319,7 +325,9 @@ def test_an_overflow_that_skips_the_step_leaves_no_trace() -> None:
     scaler = scaler_of(2.0**10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
-    with KFAC(model, optimizer, grad_scaler=scaler, norm="unit", kl_clip=None) as kfac:
+    with KFAC(
+        model, optimizer, grad_scaler=scaler, norm="unit", length=natgrad.Free()
+    ) as kfac:
         # Some layers overflow, those above them do not.
         model.conv.weight.register_hook(lambda g: g * float("inf"))
         scaler.scale(F.cross_entropy(model(x), y)).backward()

@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.support import oracle
+from tests.support.construct import construct
 from tests.support.oracle import near
 from torch import Tensor, nn
 
+import natgrad
 from natgrad import KFAC, SPNGD, Every, Polar
 
 COUNT, CLASSES = 8, 3
@@ -55,7 +57,9 @@ def captured(
     **options: Any,
 ) -> dict[str, Tensor]:
     model.zero_grad()
-    with KFAC(model, kl_clip=None, refresh=Every(), **options) as kfac:
+    with construct(
+        KFAC, model, length=natgrad.Free(), refresh=Every(), **options
+    ) as kfac:
         run(kfac)
         kfac.step()
         return {name: kfac.statistic(name) for name in names}
@@ -179,7 +183,7 @@ def test_what_cannot_be_told_is_refused_with_the_line_to_write() -> None:
     torch.manual_seed(0)
     model, x = Hidden().double(), torch.randn(3, 5, 4).double()
     y = torch.randint(CLASSES, (3, 5))
-    with KFAC(model, kl_clip=None) as kfac:
+    with KFAC(model, length=natgrad.Free()) as kfac:
         with pytest.raises(RuntimeError, match=r"15 of its layers.*set_loss_terms\("):
             model(x, y).backward()
         model.zero_grad()
@@ -414,11 +418,11 @@ def stepped(
 ) -> dict[str, Tensor]:
     if kind == "kfac":
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        owner: Any = KFAC(model, sgd, kl_clip=None, refresh=Every())
+        owner: Any = KFAC(model, sgd, length=natgrad.Free(), refresh=Every())
     elif kind == "spngd":
-        owner = sgd = SPNGD(model, lr=0.1, refresh=Every(), decay=0.5)
+        owner = sgd = construct(SPNGD, model, lr=0.1, refresh=Every(), factor_decay=0.5)
     else:
-        owner = sgd = Polar(model, lr=0.1, refresh=Every(), subsample=1)
+        owner = sgd = construct(Polar, model, lr=0.1, refresh=Every(), subsample=1)
     with owner:
         run(owner, model)
         sgd.step()

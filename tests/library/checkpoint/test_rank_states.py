@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.library.distributed.test_own_gradients import backward, flat, net
+from tests.support.construct import construct
 from tests.support.world import run_world
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -28,11 +29,11 @@ def make(kind: str, wrap: str) -> tuple[Any, Any, Any]:
         "damping": 0.1,
     }
     if wrap == "spngd":
-        whole = natgrad.SPNGD(model, lr=0.1, **options)
+        whole = construct(natgrad.SPNGD, model, lr=0.1, **options)
         return model, whole, whole
     model = DistributedDataParallel(model) if wrap == "before" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    kfac = natgrad.KFAC(model, optimizer, **options)
+    kfac = construct(natgrad.KFAC, model, optimizer, **options)
     return DistributedDataParallel(model) if wrap == "after" else model, optimizer, kfac
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.toys import (
     backward,
     mlp,
@@ -35,27 +36,35 @@ Make = Callable[[nn.Module, dict[str, Any]], Optimizer]
 
 
 def make_sgd(model: nn.Module, options: dict[str, Any]) -> Optimizer:
-    return sgd(model, decay=0.6, norm="unit", **options)[0]
+    return sgd(model, factor_decay=0.6, norm="unit", **options)[0]
 
 
 def make_adam(model: nn.Module, options: dict[str, Any]) -> Optimizer:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    natgrad.KFAC(model, optimizer, norm="diag", **options)
+    construct(natgrad.KFAC, model, optimizer, norm="diag", **options)
     return optimizer
 
 
 def make_spngd(model: nn.Module, options: dict[str, Any]) -> Optimizer:
-    return natgrad.SPNGD(model, lr=0.02, weight_decay=1e-3, **options)
+    return construct(natgrad.SPNGD, model, lr=0.02, weight_decay=1e-3, **options)
 
 
 def make_adaptive(model: nn.Module, options: dict[str, Any]) -> Optimizer:
-    rule = {"scale": "adaptive", "rest": "adaptive", "trust": "layer"}
-    return natgrad.SPNGD(model, lr=0.02, average="gradient", **rule, **options)
+    return construct(
+        natgrad.SPNGD,
+        model,
+        lr=0.02,
+        rule=natgrad.EigenAdam(),
+        fallback=natgrad.Adam(),
+        length=natgrad.LayerTrust(),
+        average=natgrad.AverageGradients(),
+        refresh=options["refresh"],
+    )
 
 
 def make_corrected(model: nn.Module, options: dict[str, Any]) -> Optimizer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    natgrad.KFAC(model, optimizer, scale="corrected", refresh=options["refresh"])
+    natgrad.KFAC(model, optimizer, rule=natgrad.EKFAC(), refresh=options["refresh"])
     return optimizer
 
 
@@ -83,9 +92,9 @@ def through_a_file(state: Any) -> Any:
 @pytest.mark.parametrize("style", ["eigen", "factored"])
 @pytest.mark.parametrize("refresh", REFRESH)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_resumed_run_is_the_same_run(maker: str, refresh: str, style: str) -> None:
+def test_a_resumed_run_is_the_same_run(maker: str, refresh: str, style: Any) -> None:
     dtype = torch.float32
-    options = {"refresh": REFRESH[refresh], "damping_style": style}
+    options = {"refresh": REFRESH[refresh], "rule": natgrad.Kronecker(style=style)}
     model = mlp(dtype)
     optimizer = MAKERS[maker](model, options)
     train(model, optimizer, range(8))  # no policy has everything due at step 8
@@ -108,12 +117,16 @@ def timings(optimizer: Optimizer) -> dict[str, Any]:
 
 def test_kfac_without_an_optimizer() -> None:
     model = mlp()
-    kfac = natgrad.KFAC(model, lr=0.1, refresh=natgrad.Every(2, 3))
+    kfac = natgrad.KFAC(
+        model, length=natgrad.KLClip(lr=0.1), refresh=natgrad.Every(2, 3)
+    )
     for step in range(4):
         backward(model, step)
         kfac.step()
     other = mlp()
-    fresh = natgrad.KFAC(other, lr=0.1, refresh=natgrad.Every(2, 3))
+    fresh = natgrad.KFAC(
+        other, length=natgrad.KLClip(lr=0.1), refresh=natgrad.Every(2, 3)
+    )
     fresh.load_state_dict(through_a_file(kfac.state_dict()))
     for step in range(4, 8):
         for m, k in ((model, kfac), (other, fresh)):
@@ -140,10 +153,10 @@ def test_statistics_keep_their_dtype_beside_half_precision_weights() -> None:
 
 def test_loading_copies() -> None:
     model = mlp()
-    optimizer, kfac = sgd(model, refresh=natgrad.Every(1, 1), decay=0.5)
+    optimizer, kfac = sgd(model, refresh=natgrad.Every(1, 1), factor_decay=0.5)
     train(model, optimizer, range(2))
     other = mlp()
-    _, fresh = sgd(other, refresh=natgrad.Every(1, 1), decay=0.5)
+    _, fresh = sgd(other, refresh=natgrad.Every(1, 1), factor_decay=0.5)
     fresh.load_state_dict(kfac.state_dict())
     before = snapshot(fresh)
     train(model, optimizer, range(2, 4))
@@ -185,12 +198,12 @@ def bad_states() -> dict[str, tuple[Callable[[dict[str, Any]], None], str]]:
         state["statistics"]["3/G"]["average"] = torch.zeros(2)
 
     def older(state: dict[str, Any]) -> None:
-        state["version"] = 1
+        state["version"] = 2
         del state["moments"]
 
     return {
-        "version": (version, "version=99.*Must be 2"),
-        "older": (older, "version=1.*Must be 2"),
+        "version": (version, "version=99.*Must be 3"),
+        "older": (older, "version=2.*Must be 3"),
         "missing": (missing, "'3/G' is missing in the saved state"),
         "extra": (extra, "'head/A' is missing in this model"),
         "size": (size, "'3/G'.*size 17.*Must be 3"),
@@ -221,7 +234,9 @@ def test_a_state_that_does_not_fit_changes_nothing(case: str, maker: str) -> Non
 def budgeted(decay: float = 0.0) -> tuple[nn.Module, Optimizer]:
     model = mlp()
     refresh = natgrad.Budget(overhead=0.5)
-    optimizer = natgrad.SPNGD(model, lr=0.02, refresh=refresh, decay=decay)
+    optimizer = construct(
+        natgrad.SPNGD, model, lr=0.02, refresh=refresh, factor_decay=decay
+    )
     return model, optimizer
 
 
@@ -256,8 +271,8 @@ def test_averages_that_only_a_budget_or_a_watch_keeps_are_loaded(decay: float) -
     train(model, optimizer, range(4))
     resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     assert same(snapshot(optimizer), snapshot(resumed))
-    watched, other = mlp(), natgrad.SPNGD(mlp(), lr=0.02, decay=decay)
-    spngd = natgrad.SPNGD(watched, lr=0.02, decay=decay)
+    watched, other = mlp(), construct(natgrad.SPNGD, mlp(), lr=0.02, factor_decay=decay)
+    spngd = construct(natgrad.SPNGD, watched, lr=0.02, factor_decay=decay)
     spngd.watch(every=2)
     train(watched, spngd, range(4))
     other.load_state_dict(through_a_file(spngd.state_dict()))
@@ -296,7 +311,7 @@ def test_a_state_of_something_else(case: str, maker: str) -> None:
         ValueError, match=r"Invalid optimizer state, a .*'param_groups'"
     ):
         optimizer.load_state_dict(FOREIGN[case])
-    kfac = natgrad.KFAC(mlp(), lr=0.1)
+    kfac = natgrad.KFAC(mlp(), length=natgrad.KLClip(lr=0.1))
     with pytest.raises(ValueError, match=r"Invalid state=.*natgrad optimizer returned"):
         kfac.load_state_dict(FOREIGN[case])
 
@@ -309,7 +324,7 @@ BAD_MOMENTUM: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "none": (lambda s: s["state"][1].update(velocity=None), "velocity of parameter 1"),
     "nan": (lambda s: s["state"][0]["velocity"].fill_(float("nan")), "finite tensor"),
     "mass": (lambda s: s["state"][0].update(mass=7.0), r"mass=7.0 of parameter 0"),
-    "no mass": (lambda s: s["state"][0].pop("mass"), r"mass=None.*average='gradient'"),
+    "no mass": (lambda s: s["state"][0].pop("mass"), r"mass=None.*AverageGradients"),
     "lr": (lambda s: s["param_groups"][0].update(lr="fast"), "lr='fast'"),
     "momentum": (lambda s: s["param_groups"][0].update(momentum=1.5), "momentum=1.5"),
 }
@@ -320,7 +335,8 @@ def test_bad_momentum_or_groups_change_nothing(case: str) -> None:
     spoil, message = BAD_MOMENTUM[case]
     model, target = mlp(), mlp(seed=1)
     optimizer, resumed = (
-        natgrad.SPNGD(m, lr=0.02, average="gradient") for m in (model, target)
+        construct(natgrad.SPNGD, m, lr=0.02, average=natgrad.AverageGradients())
+        for m in (model, target)
     )
     train(model, optimizer, range(3))
     train(target, resumed, range(1))
@@ -350,10 +366,10 @@ def test_an_optimizer_state_that_does_not_fit_changes_no_statistics() -> None:
 
 def test_another_damping_style_has_other_inverses() -> None:
     model, target = mlp(), mlp()
-    optimizer, _ = sgd(model, damping_style="factored")
-    resumed, _ = sgd(target, damping_style="eigen")
+    optimizer, _ = sgd(model, rule=natgrad.Kronecker(style="factored"))
+    resumed, _ = sgd(target, rule=natgrad.Kronecker(style="eigen"))
     train(model, optimizer, range(1))
-    with pytest.raises(ValueError, match="damping_style"):
+    with pytest.raises(ValueError, match="style"):
         resumed.load_state_dict(optimizer.state_dict())
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.replicas import Case, batches, build
 from tests.support.toys import backward, mlp, parameters, same, sgd
 from tests.support.toys import train as run
@@ -27,9 +28,9 @@ def test_a_block_against_its_dense_fisher(style: Any) -> None:
     optimizer, kfac = sgd(
         model,
         damping=DAMPING,
-        damping_style=style,
+        rule=natgrad.Kronecker(style=style),
         refresh=natgrad.Every(1, 1),
-        kl_clip=None,
+        length=natgrad.Free(),
     )
     kfac.watch(every=1)
     run(model, optimizer, range(3))
@@ -63,7 +64,7 @@ def test_a_block_against_its_dense_fisher(style: Any) -> None:
 
 def test_relative_damping_is_what_is_added_where_nothing_is() -> None:
     model = mlp()
-    optimizer, kfac = sgd(model, damping=0.2, damping_style="relative")
+    optimizer, kfac = sgd(model, damping=0.2, rule=natgrad.Kronecker(style="relative"))
     kfac.watch(every=1)
     run(model, optimizer, range(1))
     means = [kfac.statistic(f"0/{k}")[0].diagonal().mean() for k in "AG"]
@@ -75,7 +76,7 @@ def test_relative_damping_is_what_is_added_where_nothing_is() -> None:
 def test_relative_damping_of_ekfac_is_that_of_the_mean_curvature(steps: int) -> None:
     """Of K-FAC's scale at the first step, of S from the second on."""
     model = mlp()
-    options = {"scale": "corrected", "damping_style": "relative", "trust": "none"}
+    options = {"rule": natgrad.EKFAC(style="relative"), "length": natgrad.Free()}
     optimizer, kfac = sgd(model, damping=0.2, refresh=natgrad.Every(1, 100), **options)
     kfac.watch(every=1)
     run(model, optimizer, range(steps))
@@ -87,7 +88,7 @@ def test_relative_damping_of_ekfac_is_that_of_the_mean_curvature(steps: int) -> 
 
 def test_an_adaptive_rule_has_no_damping_to_compare_with_the_spectrum() -> None:
     model = mlp()
-    optimizer, kfac = sgd(model, scale="adaptive")
+    optimizer, kfac = sgd(model, rule=natgrad.EigenAdam())
     kfac.watch(every=1)
     run(model, optimizer, range(1))
     found = kfac.diagnostics()["blocks"]["0"]
@@ -97,7 +98,7 @@ def test_an_adaptive_rule_has_no_damping_to_compare_with_the_spectrum() -> None:
 
 def test_change_age_and_motion() -> None:
     model = mlp()
-    optimizer, kfac = sgd(model, refresh=natgrad.Every(3, 3), decay=0.5)
+    optimizer, kfac = sgd(model, refresh=natgrad.Every(3, 3), factor_decay=0.5)
     kfac.watch(every=2)
     run(model, optimizer, range(1))
     old = kfac.statistic("0/A").clone()
@@ -144,8 +145,11 @@ def test_watching_changes_nothing(style: Any, decay: float) -> None:
     results: list[list[Tensor]] = []
     for watched in (False, True):
         model = mlp(dtype=torch.float32)
-        options: dict[str, Any] = {"damping_style": style, "decay": decay}
-        spngd = natgrad.SPNGD(model, lr=0.02, damping=0.1, **options)
+        options: dict[str, Any] = {
+            "rule": natgrad.Kronecker(style=style),
+            "factor_decay": decay,
+        }
+        spngd = construct(natgrad.SPNGD, model, lr=0.02, damping=0.1, **options)
         if watched:
             spngd.watch(every=2)
         run(model, spngd, range(9))

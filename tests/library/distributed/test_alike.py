@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.fleet import METHODS, Fleet, network, outcome, quick
 from tests.support.world import run_world
 from torch import nn
@@ -25,7 +26,7 @@ def named_groups(model: Any, swapped: bool) -> list[dict[str, Any]]:
     return [{"params": g} for g in (groups[::-1] if swapped else groups)]
 
 
-def construct(rank: int, case: str) -> tuple[str, str, float]:
+def made_on(rank: int, case: str) -> tuple[str, str, float]:
     odd = rank == 1
     model = network()
     if case == "kfac":
@@ -33,29 +34,28 @@ def construct(rank: int, case: str) -> tuple[str, str, float]:
         return outcome(
             lambda: natgrad.KFAC(model, optimizer(model.parameters(), lr=0.1))
         )
-    options: dict[str, Any] = {
-        "nesterov": {"nesterov": odd},
-        "average": {"average": "gradient" if odd else "update"},
-        "rescale_weights": {"rescale_weights": odd},
-        "groups": {"param_groups": named_groups(model, odd)},
-        "beta2": {"beta2": 0.9 if odd else 0.8},
-    }[case]
-    return outcome(lambda: natgrad.SPNGD(model, lr=0.1, **options))
+    groups = named_groups(model, odd) if case == "groups" else None
+    options: dict[str, dict[str, Any]] = {
+        "nesterov": {"average": natgrad.AverageUpdates(nesterov=odd)},
+        "decay": {"decay": natgrad.Rescaled() if odd else natgrad.Coupled()},
+        "beta2": {"fallback": natgrad.Adam(beta2=0.9 if odd else 0.8)},
+    }
+    chosen = options.get(case, {})
+    return outcome(lambda: construct(natgrad.SPNGD, model, groups, lr=0.1, **chosen))
 
 
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("nesterov", "nesterov: False on ranks [0, 2], True on ranks [1]"),
-        ("average", "average: 'update' on ranks [0, 2], 'gradient' on ranks [1]"),
-        ("rescale_weights", "rescale_weights: False on ranks [0, 2], True on ranks"),
-        ("beta2", "beta2: 0.8 on ranks [0, 2], 0.9 on ranks [1]"),
+        ("nesterov", "average: AverageUpdates(nesterov=False) on ranks [0, 2], Ave"),
+        ("decay", "decay: Coupled() on ranks [0, 2], Rescaled() on ranks [1]"),
+        ("beta2", "beta2=0.8) on ranks [0, 2], Adam(rate=1.0, beta2=0.9) on ranks [1]"),
         ("groups", "parameters of group 1: 3.bias, 3.weight on ranks [0, 2], 0.bias"),
         ("kfac", "optimizer: 'Adagrad' on ranks [0, 2], 'SGD' on ranks [1]"),
     ],
 )
 def test_options_of_the_rule_are_compared(case: str, words: str) -> None:
-    errors = run_world(3, construct, case)
+    errors = run_world(3, made_on, case)
     assert {kind for kind, _, _ in errors} == {"ValueError"}
     assert len({message for _, message, _ in errors}) == 1
     message = errors[0][1]
@@ -89,9 +89,9 @@ def change(rank: int, method: str, case: str) -> Any:
         extra = nn.Parameter(torch.zeros(2))
         if odd:
             fleet.optimizer.add_param_group({"params": [extra]})
-    before = torch.cat([p.detach().flatten() for p in fleet.plain.parameters()])
+    before = fleet.weights()
     found = outcome(fleet.step)
-    after = torch.cat([p.detach().flatten() for p in fleet.plain.parameters()])
+    after = fleet.weights()
     again = ""
     if case == "lr":  # put right on every rank, all can go on
         fleet.optimizer.param_groups[0][case] = 0.05
@@ -155,7 +155,7 @@ def lose_gradient(rank: int, strategy: str) -> Any:
     if rank == 1:
         fleet.plain[3].weight.grad = None
     found = outcome(fleet.optimizer.step)
-    weights = torch.cat([p.detach().flatten() for p in fleet.plain.parameters()])
+    weights = fleet.weights()
     return found, weights
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.replicas import Case, build, rank_and_world, train
 from tests.support.world import RankError, run_world
 from torch import Tensor
@@ -33,7 +34,7 @@ def _cases(world: int) -> dict[str, Case]:
     for i, (strategy, style, refresh) in enumerate(grid):
         options = {
             "strategy": strategy,
-            "damping_style": style,
+            "rule": natgrad.Kronecker(style=style),
             "refresh": REFRESH[refresh],
             "norm": ("unit", "diag", "full")[(i + world) % 3],
             "damping": 0.1,
@@ -66,35 +67,40 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "adaptive": (
         "spngd",
         {
-            **{"scale": "adaptive", "rest": "adaptive", "trust": "layer"},
-            **{"decay": 0.5, "statistics": "outputs"},
+            "rule": natgrad.EigenAdam(sides="outputs"),
+            "fallback": natgrad.Adam(),
+            "length": natgrad.LayerTrust(),
+            "factor_decay": 0.5,
         },
     ),
     "adaptive K-FAC": (
         "kfac",
-        {"scale": "adaptive", "statistics": "outputs", "trust": "none"},
+        {"rule": natgrad.EigenAdam(sides="outputs"), "length": natgrad.Free()},
     ),
     # layer 6 has more inputs than there are examples: a null space again
     "corrected": (
         "kfac",
-        {"scale": "corrected", "damping": 0.3, "decay": 0.5, "skip": ("6",)},
+        {"rule": natgrad.EKFAC(), "damping": 0.3, "factor_decay": 0.5, "skip": ("6",)},
     ),
     "corrected in ddp": (
         "ddp",
-        {"scale": "corrected", "damping": 0.3, "norm": "unit", "skip": ("6",)},
+        {"rule": natgrad.EKFAC(), "damping": 0.3, "norm": "unit", "skip": ("6",)},
     ),
     "tracked": (
         "spngd",
         {
-            **{"scale": "adaptive", "statistics": "outputs", "trust": "layer"},
-            **{"basis": "tracked", "decay": 0.5},
+            "rule": natgrad.EigenAdam(sides="outputs", basis="tracked"),
+            "length": natgrad.LayerTrust(),
+            "factor_decay": 0.5,
         },
     ),
     "orthogonal, both": (
         "spngd ddp",
         {
-            **{"scale": "orthogonal", "damping_style": "relative", "damping": 1.0},
-            **{"nesterov": True, "trust": "layer"},
+            "rule": natgrad.Orthogonal(),
+            "damping": 1.0,
+            "average": natgrad.AverageUpdates(nesterov=True),
+            "length": natgrad.LayerTrust(),
         },
     ),
 }
@@ -207,12 +213,12 @@ def _linear(case: Case, micro: int) -> Tensor:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     if case.method == "spngd":
-        optimizer: Any = natgrad.SPNGD(model, lr=0.05, **case.options)
+        optimizer: Any = construct(natgrad.SPNGD, model, lr=0.05, **case.options)
         natural = optimizer
     else:
         model = DistributedDataParallel(model) if case.method == "ddp" else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        natural = natgrad.KFAC(model, optimizer, **case.options)
+        natural = construct(natgrad.KFAC, model, optimizer, **case.options)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(case.steps):
         x = torch.randn(8, 4, generator=generator, dtype=torch.float64)
@@ -385,7 +391,7 @@ def _different(rank: int, what: str) -> str:
         options["strategy"] = ("layer_wise", "spngd")[rank % 2]
     model = torch.nn.Linear(3, 4 if what == "model" and rank else 2)
     try:
-        natgrad.SPNGD(model, lr=0.1, **options)
+        construct(natgrad.SPNGD, model, lr=0.1, **options)
     except ValueError as error:
         return str(error)
     return "no error"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.world import run_world
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ def net(seed: int = 0) -> nn.Module:
 
 def spngd(model: nn.Module, **options: Any) -> Any:
     known: dict[str, Any] = {"lr": 0.1, "damping": 0.1, "refresh": Every(10, 10)}
-    return natgrad.SPNGD(model, **{**known, **options})
+    return construct(natgrad.SPNGD, model, **{**known, **options})
 
 
 def backward(model: nn.Module, rank: int, batch: int) -> None:
@@ -144,7 +145,9 @@ def start(rank: int, method: str, bucket_bytes: int) -> list[Tensor]:
     if method == "spngd":
         natural: Any = spngd(model, **options)
     else:
-        natural = natgrad.KFAC(model, lr=0.1, **options)
+        natural = construct(
+            natgrad.KFAC, model, length=natgrad.KLClip(lr=0.1), **options
+        )
     natural.close()
     return [x.detach() for x in (*model.parameters(), *model.buffers())]
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.toys import CLASSES, FEATURES
 from tests.support.world import run_world
 from torch import Tensor, nn
@@ -16,8 +17,12 @@ STEPS, EXAMPLES = 7, 8
 OVERFLOWS = {1: 0, 4: 1}
 """Step: which half of the examples overflows."""
 METHODS: dict[str, Any] = {
-    "spngd": lambda m, **x: natgrad.SPNGD(m, lr=0.1, refresh=Every(2, 2), **x),
-    "polar": lambda m, **x: natgrad.Polar(m, lr=0.1, refresh=Every(2, 2), **x),
+    "spngd": lambda m, **x: construct(
+        natgrad.SPNGD, m, lr=0.1, refresh=Every(2, 2), **x
+    ),
+    "polar": lambda m, **x: construct(
+        natgrad.Polar, m, lr=0.1, refresh=Every(2, 2), **x
+    ),
 }
 
 

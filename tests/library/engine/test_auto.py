@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.world import RankError, run_world
 from torch import nn
 
@@ -76,10 +77,10 @@ def test_a_profile_that_is_not_there_is_an_error(
 ) -> None:
     monkeypatch.setenv("NATGRAD_PROFILE", str(nowhere / "gone.toml"))
     with pytest.raises(FileNotFoundError, match="gone"):
-        KFAC(network(), kl_clip=None, strategy="auto")
+        KFAC(network(), length=natgrad.Free(), strategy="auto")
     (nowhere / "gone.toml").write_text("name = ")
     with pytest.raises(ValueError, match="is not a profile"):
-        KFAC(network(), kl_clip=None, strategy="auto")
+        KFAC(network(), length=natgrad.Free(), strategy="auto")
 
 
 # -- the policy -----------------------------------------------------------------------
@@ -108,13 +109,15 @@ def test_a_schedule_is_averaged_over_its_start() -> None:
 
 
 def test_the_choice_is_printed_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    with KFAC(network(), kl_clip=None, strategy="auto", profile=dear_traffic()) as kfac:
+    with construct(
+        KFAC, network(), length=natgrad.Free(), strategy="auto", profile=dear_traffic()
+    ) as kfac:
         assert kfac.choice is not None
         assert kfac.engine.plan.strategy == kfac.choice.strategy == "layer_wise"
     said = capsys.readouterr()
     assert said.out == ""
     assert "layer_wise on 1 ranks of dear traffic" in said.err
-    with KFAC(network(), kl_clip=None) as plain:
+    with KFAC(network(), length=natgrad.Free()) as plain:
         assert (plain.choice, plain.overhead) == (None, None)
 
 
@@ -124,7 +127,14 @@ def test_the_overhead_is_told_once_passes_were_timed(
     machine = HardwareProfile(name="still", eigen=Curve(call=1.0))
     model = network()
     refresh = Every(statistics=2, inverses=4)
-    kfac = KFAC(model, kl_clip=None, strategy="auto", profile=machine, refresh=refresh)
+    kfac = construct(
+        KFAC,
+        model,
+        length=natgrad.Free(),
+        strategy="auto",
+        profile=machine,
+        refresh=refresh,
+    )
     capsys.readouterr()
     for _ in range(12):
         model.zero_grad()
@@ -138,7 +148,7 @@ def test_the_overhead_is_told_once_passes_were_timed(
     said = capsys.readouterr().err
     assert said.count("predicted overhead over SGD") == 1
     hooks = len(model._forward_pre_hooks)
-    with KFAC(network(), kl_clip=None) as plain:
+    with KFAC(network(), length=natgrad.Free()) as plain:
         assert hooks == len(plain.engine.model._forward_pre_hooks)
     kfac.close()
 
@@ -159,12 +169,14 @@ def choose_on(rank: int, folder: str) -> tuple[str, str, bool]:
     """Only rank 0's file may count: the other's does not exist."""
     model = network()
     file = Path(folder) / ("traffic.toml" if rank == 0 else "nonsense.toml")
-    with KFAC(model, kl_clip=None, strategy="auto", profile=file) as kfac:
+    with construct(
+        KFAC, model, length=natgrad.Free(), strategy="auto", profile=file
+    ) as kfac:
         found = kfac.engine.plan.strategy
         digest = kfac.engine.plan.digest()
         automatic = steps(kfac, model, rank)
     model = network()
-    with KFAC(model, kl_clip=None, strategy=found) as kfac:
+    with KFAC(model, length=natgrad.Free(), strategy=found) as kfac:
         named = steps(kfac, model, rank)
     same = all(torch.allclose(a, b) for a, b in zip(automatic, named, strict=True))
     return found, digest, same
@@ -188,7 +200,9 @@ def test_two_ranks_do_what_rank_0_finds(
 
 def fail_on(rank: int) -> str:
     try:
-        SPNGD(network(), lr=0.1, strategy="auto", profile=f"nowhere{rank}.toml")
+        construct(
+            SPNGD, network(), lr=0.1, strategy="auto", profile=f"nowhere{rank}.toml"
+        )
     except FileNotFoundError as error:
         return str(error)
     return "nothing"
@@ -203,7 +217,13 @@ def test_what_rank_0_cannot_do_is_said_on_all() -> None:
 
 def differ_on(rank: int) -> None:
     strategy = "auto" if rank == 0 else "layer_wise"
-    KFAC(network(), kl_clip=None, strategy=strategy, profile=dear_traffic())
+    construct(
+        KFAC,
+        network(),
+        length=natgrad.Free(),
+        strategy=strategy,
+        profile=dear_traffic(),
+    )
 
 
 @pytest.mark.processes
@@ -224,7 +244,9 @@ def dear_sums() -> HardwareProfile:
 
 def wrap_late(rank: int) -> tuple[str, str, str, int]:
     model = network()
-    kfac = KFAC(model, kl_clip=None, strategy="auto", profile=dear_sums())
+    kfac = construct(
+        KFAC, model, length=natgrad.Free(), strategy="auto", profile=dear_sums()
+    )
     assert kfac.choice is not None
     first = kfac.choice.strategy
     replica = nn.parallel.DistributedDataParallel(model)

@@ -47,7 +47,7 @@ def test_converted_later_it_goes_on(rule: str, to: torch.dtype) -> None:
     fleet.step(3)
     fresh.plain.load_state_dict(fleet.plain.state_dict())
     fresh.optimizer.load_state_dict(fleet.optimizer.state_dict())
-    fresh._generator.set_state(fleet._generator.get_state())
+    fresh.generator.set_state(fleet.generator.get_state())
     fleet.plain.to(to)
     for each in (fleet, fresh):
         each.step(2)
@@ -77,7 +77,7 @@ def convert(rank: int, method: str, everywhere: bool) -> Any:
     if everywhere or rank:
         fleet.plain.double()
     found = outcome(lambda: fleet.step(2))
-    return found, torch.cat([p.detach().flatten() for p in fleet.plain.parameters()])
+    return found, fleet.weights()
 
 
 @pytest.mark.processes

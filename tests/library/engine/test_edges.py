@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.world import run_world
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -36,8 +37,8 @@ def backward(model: Any, seed: int = 1) -> None:
 
 
 def kfac(model: nn.Module, **options: Any) -> natgrad.KFAC:
-    options = {"refresh": Every(), "kl_clip": None, **options}
-    return natgrad.KFAC(model, **options)
+    options = {"refresh": Every(), "length": natgrad.Free(), **options}
+    return construct(natgrad.KFAC, model, **options)
 
 
 def test_each_parameter_decays_as_its_own_group_says() -> None:
@@ -49,7 +50,7 @@ def test_each_parameter_decays_as_its_own_group_says() -> None:
             "weight_decay": 0.0,
         },
     ]
-    spngd = natgrad.SPNGD(model, lr=0.1, weight_decay=0.5, param_groups=groups)
+    spngd = natgrad.SPNGD(model, groups, lr=0.1, weight_decay=0.5)
     before = model[0].bias.detach().clone()
     weight = model[0].weight.detach().clone()
     for p in model.parameters():
@@ -66,7 +67,7 @@ def test_a_step_that_raised_leaves_nothing_behind(wrong: str) -> None:
         return -1 if step == 1 and broken else 1
 
     broken = True
-    options: dict[str, Any] = {"decay": 0.0}
+    options: dict[str, Any] = {"factor_decay": 0.0}
     if wrong == "damping":
         options["damping"] = bad
     else:
@@ -91,7 +92,7 @@ def test_a_step_that_raised_leaves_nothing_behind(wrong: str) -> None:
 
 def test_gradients_cleared_between_forward_and_backward() -> None:
     model = net()
-    natural = kfac(model, decay=0.5)
+    natural = kfac(model, factor_decay=0.5)
     backward(model, seed=2)  # a step that is skipped, as a GradScaler would
     x, y = data(seed=1)
     loss = nn.functional.cross_entropy(model(x), y)
@@ -99,7 +100,7 @@ def test_gradients_cleared_between_forward_and_backward() -> None:
     loss.backward()
     natural.step()
     other = net()
-    expected = kfac(other, decay=0.5)
+    expected = kfac(other, factor_decay=0.5)
     backward(other)
     expected.step()
     for name in natural.engine.statistics.states:
@@ -109,7 +110,7 @@ def test_gradients_cleared_between_forward_and_backward() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_model_estimates_every_layer(reentrant: bool) -> None:
     model, plain = net(), net()
-    natural, expected = (kfac(m, decay=0.5) for m in (model, plain))
+    natural, expected = (kfac(m, factor_decay=0.5) for m in (model, plain))
     x, y = data()
     outputs = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
     assert isinstance(outputs, Tensor)
@@ -123,7 +124,7 @@ def test_a_checkpointed_model_estimates_every_layer(reentrant: bool) -> None:
 
 def test_sampling_with_a_frozen_layer() -> None:
     model = net()
-    natural = kfac(model, fisher="sampled", decay=0.5)
+    natural = kfac(model, fisher="sampled", factor_decay=0.5)
     model[0].requires_grad_(False)
     x, y = data()
     outputs = model(x)
@@ -209,7 +210,7 @@ class Branches(nn.Module):
 def _branches(rank: int) -> tuple[dict[str, float], Tensor]:
     torch.manual_seed(0)
     model = Branches()
-    spngd = natgrad.SPNGD(model, lr=0.1, refresh=Every(), decay=0.5)
+    spngd = construct(natgrad.SPNGD, model, lr=0.1, refresh=Every(), factor_decay=0.5)
     for step in range(3):
         spngd.zero_grad()
         x, y = data(seed=10 * step + rank)
@@ -230,7 +231,7 @@ def test_a_layer_that_runs_on_one_rank_only() -> None:
 def _clipped(rank: int, overlap: bool) -> Tensor:
     model = net()
     comm = CommOptions(overlap=overlap)
-    spngd = natgrad.SPNGD(model, lr=0.1, refresh=Every(), comm=comm)
+    spngd = construct(natgrad.SPNGD, model, lr=0.1, refresh=Every(), comm=comm)
     for step in range(3):
         spngd.zero_grad()
         backward(model, seed=10 * step + rank)
@@ -250,7 +251,7 @@ def _half_inverses(rank: int) -> Tensor:
     model = net().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     comm = CommOptions(precision=torch.float16)
-    natgrad.KFAC(model, optimizer, refresh=Every(), comm=comm)
+    construct(natgrad.KFAC, model, optimizer, refresh=Every(), comm=comm)
     for step in range(3):
         optimizer.zero_grad()
         x, y = data(seed=10 * step + rank)
@@ -268,7 +269,7 @@ def test_half_precision_inverses_are_alike_on_all_ranks() -> None:
 def _other_plan(rank: int) -> str:
     model = nn.Sequential(*(nn.Linear(n, n + 1) for n in (3, 4, 5)))
     saved = natgrad.SPNGD(model, lr=0.1).state_dict()
-    other = natgrad.SPNGD(model, lr=0.1, placement="round_robin")
+    other = construct(natgrad.SPNGD, model, lr=0.1, placement="round_robin")
     try:
         other.load_state_dict(saved)
     except ValueError as error:
@@ -371,4 +372,4 @@ def test_options_of_groups_are_checked(option: str, value: float) -> None:
     model = net()
     groups = [{"params": list(model.named_parameters()), option: value}]
     with pytest.raises(ValueError, match=f"Invalid {option}={value}"):
-        natgrad.Polar(model, lr=0.1, param_groups=groups)
+        natgrad.Polar(model, groups, lr=0.1)

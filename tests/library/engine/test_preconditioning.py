@@ -8,10 +8,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.support import oracle
+from tests.support.construct import construct
 from tests.support.layer_table import KRONECKER, NORM, Readout, Row, build, draw
 from torch import Tensor, nn
 
-from natgrad import KFAC, SPNGD, Every, schedules
+from natgrad import (
+    KFAC,
+    SPNGD,
+    Coupled,
+    Every,
+    Free,
+    KLClip,
+    Kronecker,
+    Rescaled,
+    schedules,
+)
 
 DAMPING = 0.03
 
@@ -35,8 +46,8 @@ def weights_of(module: nn.Module) -> Tensor:
 def preconditioned(row: Row, **options: Any) -> tuple[Readout, KFAC, Tensor]:
     """A row's model after one step, its closed K-FAC, and the plain gradient."""
     model, x, y = build(row)
-    options = {"damping": DAMPING, "kl_clip": None, "refresh": Every()} | options
-    with KFAC(model, **row.options, **options) as kfac:
+    options = {"damping": DAMPING, "length": Free(), "refresh": Every()} | options
+    with construct(KFAC, model, **row.options, **options) as kfac:
         F.cross_entropy(model(x), y).backward()
         plain = layer_gradient(model.layer)
         kfac.step()
@@ -58,7 +69,9 @@ def test_eigen_damping_is_the_dense_solution(name: str) -> None:
 
 @pytest.mark.parametrize("name", KRONECKER)
 def test_factored_damping_is_the_dense_solution(name: str) -> None:
-    model, kfac, plain = preconditioned(KRONECKER[name], damping_style="factored")
+    model, kfac, plain = preconditioned(
+        KRONECKER[name], rule=Kronecker(style="factored")
+    )
     a, g = factors_of(kfac)
     want = oracle.solve_factored(a, g, plain, DAMPING)
     near(layer_gradient(model.layer), want)
@@ -66,10 +79,10 @@ def test_factored_damping_is_the_dense_solution(name: str) -> None:
 
 @pytest.mark.parametrize("style", ["eigen", "factored"])
 @pytest.mark.parametrize("name", NORM)
-def test_norms_take_the_whole_damping_in_either_style(name: str, style: str) -> None:
+def test_norms_take_the_whole_damping_in_either_style(name: str, style: Any) -> None:
     ratio = 3.0
     model, kfac, plain = preconditioned(
-        NORM[name], damping_style=style, norm_damping_ratio=ratio
+        NORM[name], rule=Kronecker(style=style), norm_damping_ratio=ratio
     )
     form = NORM[name].norm
     fisher = oracle.as_dense(kfac.statistic(f"layer/{form}"))
@@ -87,7 +100,9 @@ def test_the_norm_damping_ratio_is_for_norms_only() -> None:
 def test_damping_may_follow_the_step() -> None:
     row = KRONECKER["linear"]
     model, x, y = build(row)
-    with KFAC(model, damping=lambda t: 0.1 * (t + 1), kl_clip=None, decay=0.5) as kfac:
+    with KFAC(
+        model, damping=lambda t: 0.1 * (t + 1), length=Free(), factor_decay=0.5
+    ) as kfac:
         for step in range(3):
             model.zero_grad()
             F.cross_entropy(model(x), y).backward()
@@ -102,8 +117,13 @@ def test_damping_may_follow_the_step() -> None:
 def test_the_pi_split_is_of_the_running_averages(name: str) -> None:
     row = KRONECKER[name]
     model, _, _ = build(row)
-    options: dict[str, Any] = {"damping_style": "factored", "kl_clip": None}
-    with KFAC(model, damping=DAMPING, decay=0.6, refresh=Every(), **options) as kfac:
+    options: dict[str, Any] = {
+        "rule": Kronecker(style="factored"),
+        "length": Free(),
+    }
+    with construct(
+        KFAC, model, damping=DAMPING, factor_decay=0.6, refresh=Every(), **options
+    ) as kfac:
         for scale in (1.0, 7.0, 0.1):
             x, y = draw(row)
             model.zero_grad()
@@ -177,14 +197,16 @@ def test_the_kl_clip(kappa: float | None, inside: bool) -> None:
         assert (nu < 1) == (kappa < 1)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    options: dict[str, Any] = {"damping": DAMPING, "kl_clip": kappa, "norm": "unit"}
+    told = None if inside else lr
+    length = Free() if kappa is None else KLClip(kappa=kappa, lr=told)
+    options: dict[str, Any] = {"damping": DAMPING, "length": length, "norm": "unit"}
     model.zero_grad()
     if inside:
         with KFAC(model, optimizer, **options):
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
     else:
-        with KFAC(model, lr=lr, **options) as kfac:
+        with KFAC(model, **options) as kfac:
             F.cross_entropy(model(x), y).backward()
             kfac.step()
             optimizer.step()
@@ -200,8 +222,8 @@ def test_the_kl_clip_reads_a_scheduled_learning_rate() -> None:
     model, x, y = mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-    options: dict[str, Any] = {"damping": DAMPING, "norm": "unit", "decay": 0.0}
-    with KFAC(model, optimizer, kl_clip=1e-6, refresh=Every(), **options):
+    options: dict[str, Any] = {"damping": DAMPING, "norm": "unit", "factor_decay": 0.0}
+    with KFAC(model, optimizer, length=KLClip(kappa=1e-6), refresh=Every(), **options):
         for step in range(3):
             blocks = natural(model, x, y, DAMPING)
             pairs = [blocks[name] for name in ("conv", "norm", "head")]
@@ -218,8 +240,8 @@ def test_momentum_of_the_optimizer_sees_preconditioned_gradients() -> None:
     model, x, y = mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     buffer = torch.zeros(1, 3, 9, dtype=torch.float64)
-    with KFAC(model, optimizer, damping=DAMPING, kl_clip=None, norm="unit", decay=0.0,
-              refresh=Every()):  # fmt: skip
+    settings: dict[str, Any] = {"norm": "unit", "factor_decay": 0.0, "refresh": Every()}
+    with construct(KFAC, model, optimizer, damping=DAMPING, length=Free(), **settings):
         for _ in range(3):
             weight = weights_of(model.head)
             buffer = 0.9 * buffer + natural(model, x, y, DAMPING)["head"][1]
@@ -347,21 +369,23 @@ def compare(
     optimizer.close()
 
 
-def spngd(model: Mixed, **options: Any) -> SPNGD:
+def spngd(model: Mixed, groups: Any = None, **options: Any) -> SPNGD:
     options = {
         "lr": 0.1,
         "momentum": 0.8,
         "damping": DAMPING,
         "refresh": Every(),
     } | options
-    return SPNGD(model, options.pop("lr"), **options)
+    return construct(SPNGD, model, groups, **options)
 
 
 @pytest.mark.parametrize("rescale", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 def test_spngd_by_hand(rescale: bool, decay: float) -> None:
     compare(
-        lambda model: spngd(model, rescale_weights=rescale, weight_decay=decay),
+        lambda model: spngd(
+            model, decay=Rescaled() if rescale else Coupled(), weight_decay=decay
+        ),
         lambda _: {"lr": alike(0.1), "momentum": alike(0.8), "decay": alike(decay)},
         rescale=rescale,
     )
@@ -370,7 +394,7 @@ def test_spngd_by_hand(rescale: bool, decay: float) -> None:
 def test_spngd_with_the_default_refresh_starts_alike() -> None:
     """`Adaptive` refreshes everything in the first two steps."""
     compare(
-        lambda model: SPNGD(model, 0.1, momentum=0.8, damping=DAMPING),
+        lambda model: SPNGD(model, lr=0.1, momentum=0.8, damping=DAMPING),
         lambda _: {"lr": alike(0.1), "momentum": alike(0.8), "decay": alike(0.0)},
         steps=2,
     )
@@ -385,7 +409,7 @@ def test_parameter_groups_have_settings_of_their_own() -> None:
             {"params": slow, "lr": 0.01, "momentum": 0.5, "weight_decay": 0.1},
             {"params": rest},
         ]
-        return spngd(model, param_groups=groups)
+        return spngd(model, groups)
 
     compare(
         grouped,

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import oracle
+from tests.support.construct import construct
 from tests.support.oracle import near
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import natgrad
 from natgrad import KFAC, SPNGD, Every
 from natgrad.layers.conv import Conv
 from natgrad.layers.embedding import Embedding
@@ -60,8 +62,12 @@ def test_one_undamped_step_solves_least_squares(
     """
     model, x, y = least_squares(16, inputs, outputs, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    options: dict[str, Any] = {"damping": 0.0, "damping_style": style, "kl_clip": None}
-    with KFAC(model, optimizer, fisher="sampled", **options) as kfac:
+    options: dict[str, Any] = {
+        "damping": 0.0,
+        "rule": natgrad.Kronecker(style=style),
+        "length": natgrad.Free(),
+    }
+    with construct(KFAC, model, optimizer, fisher="sampled", **options) as kfac:
         predicted = model(x)
         drawn = predicted.detach() + (outputs / 2) ** 0.5 * signs(16, outputs)
         kfac.sampled_backward(predicted, "mse", targets=drawn)
@@ -111,8 +117,11 @@ def test_the_step_does_not_see_an_affine_change_of_inputs(style: Any) -> None:
     near(other(x), original(x), rtol=1e-9, atol=1e-11)
     for model in (original, other):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        options: dict[str, Any] = {"damping_style": style, "kl_clip": None}
-        with KFAC(model, optimizer, damping=0.0, refresh=Every(), **options):
+        options: dict[str, Any] = {
+            "rule": natgrad.Kronecker(style=style),
+            "length": natgrad.Free(),
+        }
+        with construct(KFAC, model, optimizer, damping=0.0, refresh=Every(), **options):
             for _ in range(2):
                 optimizer.zero_grad()
                 F.mse_loss(model(x), y).backward()
@@ -160,8 +169,8 @@ def small(**options: Any) -> tuple[Small, Tensor, Tensor]:
 
 
 def kfac_of(model: nn.Module, **options: Any) -> KFAC:
-    options = {"kl_clip": None, "norm": "unit", "refresh": Every()} | options
-    return KFAC(model, **options)
+    options = {"length": natgrad.Free(), "norm": "unit", "refresh": Every()} | options
+    return construct(KFAC, model, **options)
 
 
 def captured(
@@ -199,7 +208,7 @@ def test_a_step_does_not_depend_on_the_split_into_micro_batches(
         if kind == "k":
             KFAC(model, optimizer, norm="unit", refresh=Every())
         else:
-            optimizer = SPNGD(model, 0.01, refresh=Every())
+            optimizer = SPNGD(model, lr=0.01, refresh=Every())
         for _ in range(2):
             optimizer.zero_grad()
             for xs, ys in zip(x.chunk(k), y.chunk(k), strict=True):
@@ -332,7 +341,7 @@ def test_freezing_a_bias_later_is_an_error_that_says_so() -> None:
 
 def test_freezing_a_whole_layer_later_leaves_it_alone() -> None:
     model, x, y = small()
-    with kfac_of(model, decay=0.5) as kfac:
+    with kfac_of(model, factor_decay=0.5) as kfac:
         for frozen in (False, True):
             model.head.requires_grad_(not frozen)
             model.zero_grad()
@@ -366,7 +375,7 @@ def test_layers_that_did_not_run_keep_their_statistics(to_none: bool) -> None:
     torch.manual_seed(0)
     model = Optional().double()
     x, y = torch.randn(6, 3).double(), torch.randint(3, (6,))
-    with kfac_of(model, decay=0.5) as kfac:
+    with kfac_of(model, factor_decay=0.5) as kfac:
         for branch in (True, False, True):
             old = {
                 name: kfac.statistic(name)
@@ -385,7 +394,7 @@ def test_a_layer_that_first_runs_later_starts_from_its_first_estimate() -> None:
     torch.manual_seed(0)
     model = Optional().double()
     x, y = torch.randn(6, 3).double(), torch.randint(3, (6,))
-    with kfac_of(model, decay=0.5, refresh=Every(3, 3)) as kfac:
+    with kfac_of(model, factor_decay=0.5, refresh=Every(3, 3)) as kfac:
         F.cross_entropy(model(x, False), y).backward()
         with pytest.warns(UserWarning, match="branch, norm"):
             kfac.step()
@@ -504,7 +513,7 @@ def test_closing_removes_every_hook(which: str) -> None:
     before = hook_counts(model)
     made: KFAC | SPNGD
     if which == "spngd":
-        made = SPNGD(model, 0.1)
+        made = SPNGD(model, lr=0.1)
     elif which == "kfac":
         made = kfac_of(model)
     else:
@@ -635,7 +644,10 @@ def test_what_is_looked_at_whole(seen: list[int]) -> None:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 2)).double()
     x = torch.randint(5, (300, 2))
     assert examples_seen(seen, model, x) == [300, 75]
-    assert examples_seen(seen, model, x, statistics="outputs") == [300, 75]
+    assert examples_seen(seen, model, x, rule=natgrad.Kronecker(sides="outputs")) == [
+        300,
+        75,
+    ]
     assert examples_seen(seen, model, x, subsample=3) == [300, 100]
     assert examples_seen(seen, model, x[:100]) == [100, 100]
     linear = nn.Sequential(nn.Linear(200, 200)).double()

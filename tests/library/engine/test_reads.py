@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import natgrad
 from natgrad import KFAC, SPNGD, Adaptive, Every, Polar
 from natgrad.math.polar import LEAST, STEPS, quintics
 
@@ -57,7 +59,7 @@ def kfac(**options: Any) -> Make:
     def make(model: nn.Module) -> Optimizer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         chosen: dict[str, Any] = {"norm": "unit", "refresh": Every()}
-        KFAC(model, optimizer, **(chosen | options))
+        construct(KFAC, model, optimizer, **(chosen | options))
         return optimizer
 
     return make
@@ -67,12 +69,12 @@ EVERY = Every(statistics=3, inverses=3)
 # reads of a step that refreshes all: the verdict, and one check of each sort of result
 RULES: dict[str, tuple[Make, int]] = {
     "kfac-eigen": (kfac(), 3),
-    "kfac-factored": (kfac(damping_style="factored"), 2),
-    "kfac-tracked": (kfac(basis="tracked"), 3),
-    "kfac-corrected": (kfac(scale="corrected", damping_style="relative"), 3),
-    "kfac-adaptive": (kfac(scale="adaptive", rest="adaptive"), 3),
-    "spngd": (lambda model: SPNGD(model, 0.01, refresh=Adaptive(1e9)), 3),
-    "polar": (lambda model: Polar(model, 0.01, refresh=Every()), 2),
+    "kfac-factored": (kfac(rule=natgrad.Kronecker(style="factored")), 2),
+    "kfac-tracked": (kfac(rule=natgrad.Kronecker(basis="tracked")), 3),
+    "kfac-corrected": (kfac(rule=natgrad.EKFAC(style="relative")), 3),
+    "kfac-adaptive": (kfac(rule=natgrad.EigenAdam(), fallback=natgrad.Adam()), 3),
+    "spngd": (lambda model: SPNGD(model, lr=0.01, refresh=Adaptive(1e9)), 3),
+    "polar": (lambda model: Polar(model, lr=0.01, refresh=Every()), 2),
 }
 
 
@@ -107,8 +109,8 @@ def test_a_step_without_refresh_reads_once(monkeypatch: pytest.MonkeyPatch) -> N
     quintics(LEAST, STEPS)
     makes = (
         kfac(refresh=EVERY),
-        lambda model: SPNGD(model, 0.01, refresh=EVERY),
-        lambda model: Polar(model, 0.01, refresh=EVERY),
+        lambda model: SPNGD(model, lr=0.01, refresh=EVERY),
+        lambda model: Polar(model, lr=0.01, refresh=EVERY),
     )
     for make in makes:
         assert reads_of(make, 3, monkeypatch)[1:3] == [1, 1]

@@ -242,7 +242,11 @@ def test_a_meter_counts_only_when_somebody_reads() -> None:
 def test_a_run_refreshes_some_of_it(decay: float) -> None:
     model = mlp()
     optimizer, kfac = sgd(
-        model, refresh=natgrad.Budget(0.05), norm="unit", decay=decay, damping=0.1
+        model,
+        refresh=natgrad.Budget(0.05),
+        norm="unit",
+        factor_decay=decay,
+        damping=0.1,
     )
     clock = FakeClock()
     kfac.engine.meter.clock = clock

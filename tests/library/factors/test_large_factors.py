@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from tests.library.engine.test_preconditioning import layer_gradient, near
 from tests.support import oracle
+from tests.support.construct import construct
 from tests.support.layer_table import KRONECKER, NORM, build, draw
 from tests.support.replicas import Case, train
 from tests.support.world import run_world
 from torch import Tensor, nn
 
 import natgrad
-from natgrad import KFAC, SPNGD, Every, Polar
+from natgrad import KFAC, SPNGD, Every, Paced, Polar
 from natgrad.layers import Block
 from natgrad.layers.linear import Linear
 from natgrad.math.parts import diagonal_parts
@@ -32,16 +33,18 @@ LAYERS = (
 )
 RULES: dict[str, dict[str, Any]] = {
     "eigen": {},
-    "tracked": {"basis": "tracked"},
-    "factored": {"damping_style": "factored"},
-    "relative": {"damping_style": "relative"},
-    "inputs": {"statistics": "inputs"},
-    "outputs": {"statistics": "outputs"},
-    "orthogonal": {"scale": "orthogonal"},
-    "full": {"scale": "orthogonal", "whitening": "full", "statistics": "inputs"},
-    "adaptive": {"scale": "adaptive"},
-    "corrected": {"scale": "corrected"},
-    "corrected-relative": {"scale": "corrected", "damping_style": "relative"},
+    "tracked": {"rule": natgrad.Kronecker(basis="tracked")},
+    "factored": {"rule": natgrad.Kronecker(style="factored")},
+    "relative": {"rule": natgrad.Kronecker(style="relative")},
+    "inputs": {"rule": natgrad.Kronecker(sides="inputs")},
+    "outputs": {"rule": natgrad.Kronecker(sides="outputs")},
+    "orthogonal": {"rule": natgrad.Orthogonal()},
+    "full": {
+        "rule": natgrad.Orthogonal(sides="inputs", whitening="full", style="factored")
+    },
+    "adaptive": {"rule": natgrad.EigenAdam()},
+    "corrected": {"rule": natgrad.EKFAC()},
+    "corrected-relative": {"rule": natgrad.EKFAC(style="relative")},
 }
 
 
@@ -55,10 +58,14 @@ def updates(name: str, steps: int = 3, **options: Any) -> list[Tensor]:
     """What KFAC makes of the gradients of a few batches, without moving weights."""
     row = KRONECKER[name]
     model, _, _ = build(row)
-    settings: dict[str, Any] = {"damping": DAMPING, "trust": "none", "decay": 0.5}
+    settings: dict[str, Any] = {
+        "damping": DAMPING,
+        "length": natgrad.Free(),
+        "factor_decay": 0.5,
+    }
     settings |= {"refresh": Every()}
     found: list[Tensor] = []
-    with KFAC(model, **settings | row.options | options) as kfac:
+    with construct(KFAC, model, **settings | row.options | options) as kfac:
         for _ in range(steps):
             x, y = draw(row, 6)
             model.zero_grad()
@@ -69,7 +76,12 @@ def updates(name: str, steps: int = 3, **options: Any) -> list[Tensor]:
 
 
 def sizes(name: str, largest: int | None) -> dict[str, int]:
-    with KFAC(build(KRONECKER[name])[0], lr=1.0, largest_factor=largest) as kfac:
+    with construct(
+        KFAC,
+        build(KRONECKER[name])[0],
+        length=natgrad.KLClip(lr=1.0),
+        largest_factor=largest,
+    ) as kfac:
         specs = kfac.engine.block["layer"].spec.statistics
         return {s.kind: s.size for s in specs if not s.diagonal}
 
@@ -100,13 +112,16 @@ def test_cutting_changes_the_update(name: str) -> None:
 
 @pytest.mark.parametrize("style", ["eigen", "factored"])
 @pytest.mark.parametrize("name", ["linear", "conv2d", "embedding"])
-def test_a_cut_factor_by_brute_force(name: str, style: str) -> None:
+def test_a_cut_factor_by_brute_force(name: str, style: Any) -> None:
     row = KRONECKER[name]
     model, x, y = build(row)
     batch = oracle.examples(model, "layer", x, y)
-    options: dict[str, Any] = {"damping_style": style, "refresh": Every()}
-    options |= {"damping": DAMPING, "kl_clip": None, "largest_factor": 2}
-    with KFAC(model, **options) as kfac:
+    options: dict[str, Any] = {
+        "rule": natgrad.Kronecker(style=style),
+        "refresh": Every(),
+    }
+    options |= {"damping": DAMPING, "length": natgrad.Free(), "largest_factor": 2}
+    with construct(KFAC, model, **options) as kfac:
         F.cross_entropy(model(x), y).backward()
         plain = layer_gradient(model.layer)
         kfac.step()
@@ -129,8 +144,12 @@ def test_without_damping_padding_is_not_singular() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
     x = torch.randn(40, 4, dtype=torch.float64)
-    options: dict[str, Any] = {"damping": 0.0, "statistics": "inputs", "trust": "none"}
-    with KFAC(model, largest_factor=2, **options) as kfac:
+    options: dict[str, Any] = {
+        "damping": 0.0,
+        "rule": natgrad.Kronecker(sides="inputs"),
+        "length": natgrad.Free(),
+    }
+    with construct(KFAC, model, largest_factor=2, **options) as kfac:
         model(x).square().sum(1).mean().backward()
         plain = layer_gradient(model)
         kfac.step()
@@ -142,7 +161,9 @@ def test_without_damping_padding_is_not_singular() -> None:
 def test_a_full_norm_statistic_is_cut_as_well() -> None:
     row = next(NORM[name] for name in NORM if NORM[name].norm == "full")
     model, x, y = build(row)
-    with KFAC(model, lr=1.0, largest_factor=2, kl_clip=None, **row.options) as kfac:
+    with construct(
+        KFAC, model, length=natgrad.Free(), largest_factor=2, **row.options
+    ) as kfac:
         F.cross_entropy(model(x), y).backward()
         kfac.step()
         found = kfac.statistic("layer/full")
@@ -169,7 +190,9 @@ def test_a_kind_with_whole_moments_is_cut_too() -> None:
     for kind in (nn.Linear, Own):
         torch.manual_seed(0)
         model = kind(4, 3).double()
-        with KFAC(model, lr=1.0, largest_factor=2) as kfac:
+        with construct(
+            KFAC, model, length=natgrad.KLClip(lr=1.0), largest_factor=2
+        ) as kfac:
             model(torch.randn(6, 4, dtype=torch.float64)).square().mean().backward()
             kfac.step()
             found.append(layer_gradient(model))
@@ -180,9 +203,10 @@ def test_a_kind_with_whole_moments_is_cut_too() -> None:
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "kfac": ("kfac", {"refresh": Every(2, 3)}),
-    "ekfac": ("kfac", {"scale": "corrected"}),
+    "ekfac": ("kfac", {"rule": natgrad.EKFAC()}),
     "spngd": ("spngd", {"norm": "full"}),
     "polar": ("polar", {"refresh": Every(2, 2)}),
+    "paced": ("kfac", {"refresh": Paced(Every(2, 1), share=0.5)}),
 }
 CUT = {"largest_factor": 7, "damping": 0.1}
 CASES = {
@@ -221,9 +245,11 @@ def test_a_run_with_cut_factors_resumes_exactly(name: str) -> None:
 
 def test_a_state_of_other_parts_is_refused() -> None:
     model = nn.Linear(4, 3)
-    state = KFAC(model, lr=1.0, largest_factor=3).state_dict()
+    state = construct(
+        KFAC, model, length=natgrad.KLClip(lr=1.0), largest_factor=3
+    ).state_dict()
     with pytest.raises(ValueError, match=r"size 3 .*Must be 5 .*largest_factor"):
-        KFAC(nn.Linear(4, 3), lr=1.0).load_state_dict(state)
+        KFAC(nn.Linear(4, 3), length=natgrad.KLClip(lr=1.0)).load_state_dict(state)
 
 
 def test_the_spectrum_of_a_cut_factor_has_nothing_of_its_padding() -> None:
@@ -233,8 +259,11 @@ def test_the_spectrum_of_a_cut_factor_has_nothing_of_its_padding() -> None:
     looks: list[dict[str, Any]] = []
     for style in ("eigen", "factored"):
         model.zero_grad()
-        options: dict[str, Any] = {"damping_style": style, "largest_factor": 3}
-        with KFAC(model, lr=1.0, **options) as kfac:
+        options: dict[str, Any] = {
+            "rule": natgrad.Kronecker(style=style),
+            "largest_factor": 3,
+        }
+        with construct(KFAC, model, length=natgrad.KLClip(lr=1.0), **options) as kfac:
             kfac.watch(every=1)
             model(x).square().sum(1).mean().backward()
             kfac.step()
@@ -266,7 +295,7 @@ class Digits(nn.Module):
 MAKERS = {
     "polar": lambda model: Polar(model, lr=0.02),
     "spngd": lambda model: SPNGD(model, lr=0.01),
-    "kfac": lambda model: KFAC(model, lr=0.01),
+    "kfac": lambda model: KFAC(model, length=natgrad.KLClip(lr=0.01)),
 }
 
 
@@ -289,4 +318,6 @@ def test_a_layer_of_nine_thousand_inputs_takes_a_step(name: str) -> None:
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "all"])
 def test_the_largest_factor_must_be_a_count(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="Invalid largest_factor"):
-        KFAC(nn.Linear(2, 2), lr=1.0, largest_factor=value)
+        construct(
+            KFAC, nn.Linear(2, 2), length=natgrad.KLClip(lr=1.0), largest_factor=value
+        )

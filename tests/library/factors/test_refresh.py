@@ -213,14 +213,14 @@ def damped_inverse(kfac: natgrad.KFAC, name: str) -> Tensor:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("tolerance", [0.02, 0.1, 0.25])
-def test_adaptive_is_the_papers_algorithm(style: str, tolerance: float) -> None:
+def test_adaptive_is_the_papers_algorithm(style: Any, tolerance: float) -> None:
     model = mlp()
     optimizer, kfac = sgd(
         model,
         refresh=natgrad.Adaptive(tolerance=tolerance),
         damping=DAMPING,
-        damping_style=style,
-        decay=0.5,
+        rule=natgrad.Kronecker(style=style),
+        factor_decay=0.5,
         norm="unit",
     )
     clock = Clock(kfac)
@@ -264,7 +264,7 @@ def test_intervals_halve_when_statistics_change() -> None:
 
 def test_a_changed_statistic_is_watched_more_closely_in_a_run() -> None:
     model = mlp()
-    optimizer, kfac = sgd(model, refresh=natgrad.Adaptive(0.5), decay=0.0)
+    optimizer, kfac = sgd(model, refresh=natgrad.Adaptive(0.5), factor_decay=0.0)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for _ in range(20):  # the next refresh is at step 20
@@ -345,7 +345,7 @@ def test_only_due_statistics_are_computed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Linear, "observe", counted_observe)
     monkeypatch.setattr(Linear, "gradient_moments", counted_moments)
     model = mlp()
-    optimizer, kfac = sgd(model, refresh=natgrad.Adaptive(0.15), decay=0.5)
+    optimizer, kfac = sgd(model, refresh=natgrad.Adaptive(0.15), factor_decay=0.5)
     train(model, optimizer, range(40))
     done = kfac.refreshes()["statistics"]
     for kind in "AG":
@@ -372,7 +372,7 @@ def test_an_inverse_waits_for_an_estimate_that_was_thrown_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = mlp()
-    optimizer, kfac = sgd(model, refresh=natgrad.Every(4, 4), decay=0.5)
+    optimizer, kfac = sgd(model, refresh=natgrad.Every(4, 4), factor_decay=0.5)
     moments = Linear.gradient_moments
 
     def spoiled(self: Linear, *args: Any) -> dict[str, Tensor]:

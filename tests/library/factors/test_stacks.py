@@ -4,37 +4,37 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import natgrad
 from natgrad import KFAC, SPNGD, Every
 from natgrad.math.precondition import descending
 
 FORMS: dict[str, dict[str, Any]] = {
-    "eigen": {"damping_style": "eigen"},
-    "factored": {"damping_style": "factored"},
-    "inputs": {"statistics": "inputs", "damping_style": "relative"},
-    "orthogonal": {"scale": "orthogonal", "damping_style": "relative"},
-    "orthogonal-full": {
-        "scale": "orthogonal",
-        "whitening": "full",
-        "damping_style": "relative",
-    },
-    "adaptive": {"scale": "adaptive"},
-    "corrected": {"scale": "corrected", "damping_style": "eigen"},
-    "corrected-relative": {"scale": "corrected", "damping_style": "relative"},
-    "restarted": {"scale": "adaptive", "moments": "restart"},
-    "rest": {"rest": "adaptive", "norm": "skip"},
+    "eigen": {"rule": natgrad.Kronecker(style="eigen")},
+    "factored": {"rule": natgrad.Kronecker(style="factored")},
+    "inputs": {"rule": natgrad.Kronecker(sides="inputs", style="relative")},
+    "orthogonal": {"rule": natgrad.Orthogonal()},
+    "orthogonal-full": {"rule": natgrad.Orthogonal(whitening="full")},
+    "adaptive": {"rule": natgrad.EigenAdam()},
+    "corrected": {"rule": natgrad.EKFAC(style="eigen")},
+    "corrected-relative": {"rule": natgrad.EKFAC(style="relative")},
+    "restarted": {"rule": natgrad.EigenAdam(moments="restart")},
+    "rest": {"fallback": natgrad.Adam(), "norm": "skip"},
     "rest-averaged": {
-        "rest": "adaptive",
+        "fallback": natgrad.Adam(),
         "norm": "skip",
-        "average": "gradient",
-        "scale": "adaptive",
+        "average": natgrad.AverageGradients(),
+        "rule": natgrad.EigenAdam(),
     },
 }
 # Equal to the last bit. Others have products whose rounding may depend on the stack.
 EXACT = ("adaptive", "corrected", "corrected-relative", "restarted", "rest")
 MEMBERS = {  # how many blocks each call scales: out; words; layers
+    "factored": [1, 2, 3],
+    "orthogonal": [1, 2, 3],
     "adaptive": [1, 2, 3],
     "corrected": [1, 2, 3],
     "rest": [7],
@@ -73,10 +73,10 @@ def backward(model: nn.Module, step: int) -> None:
 
 def trained(form: str, steps: int = 4, freeze: str = "") -> dict[str, Tensor]:
     model = net()
-    options: dict[str, Any] = {"trust": "none", "damping": 0.1, "norm": "unit"}
+    options: dict[str, Any] = {"length": natgrad.Free(), "damping": 0.1, "norm": "unit"}
     options |= FORMS[form]
     refresh = Every(statistics=2, inverses=2)
-    with SPNGD(model, 0.01, refresh=refresh, **options) as optimizer:
+    with construct(SPNGD, model, lr=0.01, refresh=refresh, **options) as optimizer:
         for step in range(steps):
             backward(model, step)
             if freeze and step == 2:
@@ -98,45 +98,25 @@ def test_together_is_as_alone(
         assert torch.equal(together[name], p) or form not in EXACT, name
 
 
-def test_one_product_for_equal_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two multiplications for three layers, not six."""
-    from natgrad.rules import preconditioner
-
-    stacks: list[int] = []
-    inner = preconditioner.between
-
-    def count(v: Tensor, *sides: Tensor | None) -> Tensor:
-        stacks.append(len(v))
-        return inner(v, *sides)
-
-    monkeypatch.setattr(preconditioner, "between", count)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with KFAC(model, optimizer, damping_style="factored", norm="skip"):
-        backward(model, 0)
-        optimizer.step()
-    assert sorted(stacks) == [1, 2, 3]  # out; words; layers
-
-
 @pytest.mark.parametrize("form", MEMBERS)
 def test_every_rule_does_equal_shapes_together(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from natgrad.rules import preconditioner
-
+    """One application for three layers, not three."""
     seen: list[int] = []
-    name = "corrected_scale" if form == "corrected" else "adaptive_scale"
-    inner = getattr(preconditioner, name)
+    part = "fallback" if form == "rest" else "rule"
+    rule = type(FORMS[form][part])
+    inner = rule.apply
 
-    def count(v: Tensor, *rest: Any) -> Tensor:
-        seen.append(len(v))
-        return inner(v, *rest)
+    def count(self: natgrad.Rule, x: natgrad.Matrices) -> Tensor:
+        seen.append(len(x.direction))
+        return inner(self, x)
 
-    monkeypatch.setattr(preconditioner, name, count)
+    monkeypatch.setattr(rule, "apply", count)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"norm": "skip"}
-    with KFAC(model, optimizer, **(options | FORMS[form])):
+    with construct(KFAC, model, optimizer, **(options | FORMS[form])):
         backward(model, 0)
         optimizer.step()
     assert sorted(seen) == MEMBERS[form]
@@ -145,7 +125,7 @@ def test_every_rule_does_equal_shapes_together(
 def test_moments_of_a_group_are_kept_once() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with KFAC(model, optimizer, scale="adaptive") as kfac:
+    with KFAC(model, optimizer, rule=natgrad.EigenAdam()) as kfac:
         for step in range(2):
             backward(model, step)
             optimizer.step()
@@ -156,7 +136,7 @@ def test_moments_of_a_group_are_kept_once() -> None:
 
 def test_nothing_is_kept_twice_and_what_was_saved_stays() -> None:
     model = net()
-    with SPNGD(model, 0.01, refresh=Every(), norm="skip") as optimizer:
+    with construct(SPNGD, model, lr=0.01, refresh=Every(), norm="skip") as optimizer:
         backward(model, 0)
         optimizer.step()
         states = optimizer.engine.statistics.states
@@ -175,7 +155,7 @@ def test_nothing_is_kept_twice_and_what_was_saved_stays() -> None:
 
 def test_groups_are_forgotten_with_their_blocks() -> None:
     model = net()
-    with SPNGD(model, 0.01, norm="skip") as optimizer:
+    with construct(SPNGD, model, lr=0.01, norm="skip") as optimizer:
         for step, missing in enumerate(("", "layers.0", "layers.1", "layers.2")):
             backward(model, step)
             if missing:

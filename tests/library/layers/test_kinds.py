@@ -105,7 +105,7 @@ class Text(nn.Module):
 def test_a_subclass_that_computes_something_else_has_no_block() -> None:
     torch.manual_seed(0)
     model, tokens = Text(), torch.randint(9, 50, (4, 7))
-    with KFAC(model, lr=0.1) as kfac:
+    with KFAC(model, length=natgrad.Free()) as kfac:
         known = {b.name for b in kfac.engine.blocks if b.kind is not None}
         assert known == {"words", "same", "head"}
         for name, reason in {
@@ -124,7 +124,7 @@ def test_a_subclass_that_computes_something_else_has_no_block() -> None:
 def test_a_forward_that_was_replaced_on_one_module_counts_as_overridden() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].forward = lambda input: F.linear(2 * input, model[0].weight)  # pyright: ignore
-    with KFAC(model, lr=0.1) as kfac:
+    with KFAC(model, length=natgrad.Free()) as kfac:
         assert "Linear overrides Linear.forward" in row(kfac, "0.weight")
         assert kfac.engine.block["1"].kind is not None
 
@@ -144,7 +144,7 @@ def test_a_subclass_that_is_registered_has_its_parent_s_block() -> None:
 
     natgrad.register_layer(Logged, "linear")
     model = nn.Sequential(Logged(3, 3), Child(3, 3), Other(3, 3))
-    with KFAC(model, lr=0.1) as kfac:
+    with KFAC(model, length=natgrad.Free()) as kfac:
         kinds = [b.kind is not None for b in kfac.engine.blocks]
         assert kinds == [True, True, False, False]
 
@@ -183,7 +183,7 @@ def test_a_weight_and_a_bias_of_other_names() -> None:
         twin.bias.copy_(model.dense.offset)
     a, g = oracle.factors(oracle.examples(nn.Sequential(twin), "0", x, y))
     natgrad.register_layer(Dense, "transposed_linear", weight="kernel", bias="offset")
-    with KFAC(model, kl_clip=None, refresh=Every(), damping=0.1) as kfac:
+    with KFAC(model, length=natgrad.Free(), refresh=Every(), damping=0.1) as kfac:
         F.cross_entropy(model(x), y).backward()
         F.cross_entropy(twin(x), y).backward()
         kfac.step()
@@ -200,7 +200,7 @@ def test_a_weight_and_a_bias_of_other_names() -> None:
 def test_a_row_that_names_no_parameter_says_how_to_name_it() -> None:
     natgrad.register_layer(Dense, "linear")
     model = nn.Sequential(OneDense(), nn.Linear(3, 3))
-    with KFAC(model, lr=0.1) as kfac:
+    with KFAC(model, length=natgrad.Free()) as kfac:
         reason = "its Dense has no parameter 'weight': register_layer can name it"
         assert reason in row(kfac, "0.dense.kernel")
 

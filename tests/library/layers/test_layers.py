@@ -6,18 +6,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.support import oracle
+from tests.support.construct import construct
 from tests.support.layer_table import EMBEDDING, KRONECKER, NORM, ROWS, Row, build
 from tests.support.oracle import near
 from torch import Tensor, nn
 
+import natgrad
 from natgrad import KFAC, Every
 
 EVERY_STEP = Every(statistics=1, inverses=1)
 
 
 def kfac_of(model: nn.Module, **options: Any) -> KFAC:
-    options = {"kl_clip": None, "refresh": EVERY_STEP, "decay": 0.9} | options
-    return KFAC(model, **options)
+    options = {
+        "length": natgrad.Free(),
+        "refresh": EVERY_STEP,
+        "factor_decay": 0.9,
+    } | options
+    return construct(KFAC, model, **options)
 
 
 def step(kfac: KFAC, model: nn.Module, x: Tensor, y: Tensor) -> None:

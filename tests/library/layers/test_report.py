@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.toys import backward, mlp
 from torch import Tensor, nn
 
@@ -45,7 +46,15 @@ def table(kfac: natgrad.KFAC | natgrad.SPNGD) -> dict[str, list[str]]:
 
 def test_every_parameter_is_listed_once() -> None:
     model = Zoo()
-    rows = table(natgrad.KFAC(model, lr=1.0, norm="unit", skip=["skipped"]))
+    rows = table(
+        construct(
+            natgrad.KFAC,
+            model,
+            length=natgrad.KLClip(lr=1.0),
+            norm="unit",
+            skip=["skipped"],
+        )
+    )
     assert list(rows) == [name for name, _ in model.named_parameters()]
     assert all(cells[0] != "-" or cells[-1] != "-" for cells in rows.values())
 
@@ -72,7 +81,13 @@ def test_every_parameter_is_listed_once() -> None:
     ],
 )
 def test_kind_or_reason(name: str, expected: list[str]) -> None:
-    kfac = natgrad.KFAC(Zoo(), lr=1.0, norm="unit", skip=["skipped"])
+    kfac = construct(
+        natgrad.KFAC,
+        Zoo(),
+        length=natgrad.KLClip(lr=1.0),
+        norm="unit",
+        skip=["skipped"],
+    )
     row = "  ".join(table(kfac)[name])
     for part in expected:
         assert re.search(part, row), row
@@ -80,7 +95,9 @@ def test_kind_or_reason(name: str, expected: list[str]) -> None:
 
 def test_cut_factors_are_reported() -> None:
     model = nn.Sequential(nn.Linear(9, 3), nn.Conv2d(4, 6, 3, groups=2))
-    rows = table(natgrad.KFAC(model, lr=1.0, largest_factor=5))
+    rows = table(
+        construct(natgrad.KFAC, model, length=natgrad.Free(), largest_factor=5)
+    )
     want = ["linear", "A 2x5, G 3", "144 B", "A kept as 2 diagonal blocks"]
     assert rows["0.weight"] == want
     assert rows["1.weight"][1] == "A 6x9, G 2x3"
@@ -88,15 +105,17 @@ def test_cut_factors_are_reported() -> None:
 
 
 def test_norms_are_reported_when_skipped() -> None:
-    rows = table(natgrad.KFAC(mlp(), lr=1.0, norm="skip"))
+    rows = table(natgrad.KFAC(mlp(), length=natgrad.KLClip(lr=1.0), norm="skip"))
     assert rows["1.weight"] == ["-", "norm='skip'"]
 
 
 @pytest.mark.parametrize("style", ["eigen", "factored"])
-def test_bytes_and_the_summary(style: str) -> None:
+def test_bytes_and_the_summary(style: Any) -> None:
     model = mlp(torch.float64)
-    options: dict[str, Any] = {"damping_style": style, "norm": "skip"}
-    kfac = natgrad.KFAC(model, lr=1.0, decay=0.5, **options)
+    options: dict[str, Any] = {"rule": natgrad.Kronecker(style=style), "norm": "skip"}
+    kfac = construct(
+        natgrad.KFAC, model, length=natgrad.KLClip(lr=1.0), factor_decay=0.5, **options
+    )
     rows = table(kfac)
     # packed triangles of A (6) and G (4), in float64
     assert rows["0.weight"] == ["linear", "A 6, G 4", f"{8 * (21 + 10)} B"]
@@ -116,13 +135,16 @@ def test_bytes_and_the_summary(style: str) -> None:
 
 
 def test_print_shows_the_report() -> None:
-    for shown in (natgrad.KFAC(mlp(), lr=1.0), natgrad.SPNGD(mlp(), lr=1.0)):
+    for shown in (
+        natgrad.KFAC(mlp(), length=natgrad.KLClip(lr=1.0)),
+        natgrad.SPNGD(mlp(), lr=1.0),
+    ):
         assert str(shown) == shown.report()
 
 
 def test_large_sizes_have_units() -> None:
     model = nn.Linear(1023, 1, bias=False)
-    assert "2.0 MiB" in natgrad.KFAC(model, lr=1.0).report()
+    assert "2.0 MiB" in natgrad.KFAC(model, length=natgrad.KLClip(lr=1.0)).report()
 
 
 # -- after the fact -------------------------------------------------------------------
@@ -143,7 +165,7 @@ class Functional(nn.Module):
 @pytest.mark.filterwarnings("ignore:natgrad saw no forward")
 def test_a_layer_that_is_never_called_is_not_preconditioned() -> None:
     model = Functional().double()
-    kfac = natgrad.KFAC(model, lr=1.0)
+    kfac = natgrad.KFAC(model, length=natgrad.KLClip(lr=1.0))
     assert "2 blocks, 39 of 39 trained parameters" in kfac.report()
     backward(model, 0)
     kfac.step()
@@ -155,7 +177,7 @@ def test_a_layer_that_is_never_called_is_not_preconditioned() -> None:
 
 def test_a_head_that_was_replaced_is_not_counted() -> None:
     model = mlp()
-    kfac = natgrad.KFAC(model, lr=1.0)
+    kfac = natgrad.KFAC(model, length=natgrad.KLClip(lr=1.0))
     model[3] = nn.Linear(4, 7).double()
     rows = table(kfac)
     assert rows["3.weight"] == [
@@ -170,11 +192,11 @@ def test_frozen_weights_are_no_part_of_the_total() -> None:
     """As of a model with adapters."""
     model = mlp()
     model[0].requires_grad_(False)
-    report = natgrad.KFAC(model, lr=1.0).report()
+    report = natgrad.KFAC(model, length=natgrad.KLClip(lr=1.0)).report()
     assert "1 blocks, 15 of 23 trained parameters" in report
     assert "24 parameters are frozen." in report
     model = mlp()
-    kfac = natgrad.KFAC(model, lr=1.0)
+    kfac = natgrad.KFAC(model, length=natgrad.KLClip(lr=1.0))
     model[0].requires_grad_(False)
     assert table(kfac)["0.weight"] == ["-", "frozen"]
     assert "1 blocks, 15 of 23 trained parameters" in kfac.report()
@@ -183,7 +205,7 @@ def test_frozen_weights_are_no_part_of_the_total() -> None:
 def test_it_says_what_the_rest_follows() -> None:
     polar = natgrad.Polar(mlp(), lr=1.0).report()
     assert "8 parameters without a block follow Adam's rule, at 0.2 of the" in polar
-    spngd = natgrad.SPNGD(mlp(), lr=1.0, norm="skip").report()
+    spngd = construct(natgrad.SPNGD, mlp(), lr=1.0, norm="skip").report()
     assert "8 parameters without a block keep their plain gradient." in spngd
 
 
@@ -193,5 +215,7 @@ def test_a_class_that_is_called_like_one_of_torch_s() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(3))
 
-    rows = table(natgrad.KFAC(nn.Sequential(nn.Linear(3, 3), LayerNorm()), lr=1.0))
+    rows = table(
+        natgrad.KFAC(nn.Sequential(nn.Linear(3, 3), LayerNorm()), length=natgrad.Free())
+    )
     assert rows["1.weight"] == ["-", f"{__name__}.LayerNorm is not a known layer"]

@@ -323,10 +323,12 @@ SIZE = 6
 
 @pytest.mark.parametrize("style", ["eigen", "factored"])
 def test_the_last_good_inverse_is_kept(
-    style: str, monkeypatch: pytest.MonkeyPatch
+    style: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlp()
-    optimizer, kfac = sgd(model, damping_style=style, refresh=natgrad.Every(1, 1))
+    optimizer, kfac = sgd(
+        model, rule=natgrad.Kronecker(style=style), refresh=natgrad.Every(1, 1)
+    )
     train(model, optimizer, range(2))
     state = kfac.engine.statistics.states["0/A"]
     good = state.inverse
@@ -350,10 +352,12 @@ def test_the_last_good_inverse_is_kept(
 
 @pytest.mark.parametrize("style", ["eigen", "factored"])
 def test_three_failures_in_a_row_are_an_error(
-    style: str, monkeypatch: pytest.MonkeyPatch
+    style: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlp()
-    optimizer, kfac = sgd(model, damping_style=style, refresh=natgrad.Every(1, 1))
+    optimizer, kfac = sgd(
+        model, rule=natgrad.Kronecker(style=style), refresh=natgrad.Every(1, 1)
+    )
     train(model, optimizer, range(2))
     BREAK[style](monkeypatch, lambda x: x.shape[-1] == SIZE)
     for step in (2, 3):
@@ -385,7 +389,7 @@ def test_without_a_good_inverse_the_plain_gradient_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = mlp()
-    kfac = natgrad.KFAC(model, kl_clip=None)
+    kfac = natgrad.KFAC(model, length=natgrad.Free())
     break_eigh(monkeypatch, lambda x: x.shape[-1] == SIZE)
     backward(model, 0)
     plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Second moments when their bases are replaced, and what a scale chooses by itself."""
+"""Second moments when their bases are replaced, and what a rule chooses by itself."""
 
 from typing import Any
 
@@ -8,8 +8,22 @@ from tests.support.oracle import near
 from tests.support.toys import backward, mlp
 from torch import Tensor
 
-from natgrad import KFAC, SPNGD, Every
+from natgrad import (
+    EKFAC,
+    KFAC,
+    SPNGD,
+    EigenAdam,
+    Every,
+    Free,
+    KLClip,
+    Kronecker,
+    LayerTrust,
+    Length,
+    Orthogonal,
+    Rule,
+)
 from natgrad.math.rules import corrected_scale, into_basis, out_of_basis
+from natgrad.rules.rule import MovedMoments
 
 DAMPING = 0.3
 
@@ -23,10 +37,11 @@ def gradient_of(kfac: KFAC) -> Tensor:
 def test_a_restarted_second_moment_is_of_the_steps_since_the_refresh() -> None:
     """Adam in the newest basis, by a loop over the gradients since it was made."""
     model, beta2 = mlp(), 0.8
-    options: dict[str, Any] = {"trust": "none", "moments": "restart", "beta2": beta2}
-    options |= {"scale": "adaptive", "damping": DAMPING, "decay": 0.5}
+    rule = EigenAdam(moments="restart", beta2=beta2)
+    options: dict[str, Any] = {"damping": DAMPING, "factor_decay": 0.5}
     seen: list[Tensor] = []
-    with KFAC(model, refresh=Every(3, 3), **options) as kfac:
+    refresh = Every(3, 3)
+    with KFAC(model, rule=rule, length=Free(), refresh=refresh, **options) as kfac:
         for step in range(8):
             backward(model, step)
             seen = [*(seen if step % 3 else []), gradient_of(kfac)]
@@ -42,11 +57,19 @@ def test_a_restarted_second_moment_is_of_the_steps_since_the_refresh() -> None:
             near(gradient_of(kfac), out_of_basis(scaled, *bases))
 
 
-def corrected(step: int, **options: Any) -> tuple[KFAC, Tensor]:
+def corrected(
+    step: int, moments: MovedMoments, factor_decay: float = 0.5
+) -> tuple[KFAC, Tensor]:
     """After the last of so many steps that estimate all and invert every third."""
     model = mlp()
-    options = {"scale": "corrected", "kl_clip": None, "decay": 0.5} | options
-    kfac = KFAC(model, refresh=Every(1, 3), damping=DAMPING, **options)
+    kfac = KFAC(
+        model,
+        rule=EKFAC(moments=moments),
+        length=Free(),
+        refresh=Every(1, 3),
+        damping=DAMPING,
+        factor_decay=factor_decay,
+    )
     gradient = torch.empty(0)
     for i in range(step + 1):
         backward(model, i)
@@ -59,7 +82,7 @@ def corrected(step: int, **options: Any) -> tuple[KFAC, Tensor]:
 @pytest.mark.parametrize("step", [3, 4, 5])
 def test_a_restarted_scale_is_of_the_steps_since_the_refresh(step: int) -> None:
     """K-FAC's own in the step that refreshes; then the average begins anew."""
-    kfac, gradient = corrected(step, moments="restart")
+    kfac, gradient = corrected(step, "restart")
     states = kfac.engine.statistics.states
     right, left = (states[f"0/{kind}"].inverse for kind in "AG")
     assert right is not None
@@ -78,9 +101,9 @@ def test_a_restarted_scale_is_of_the_steps_since_the_refresh(step: int) -> None:
 
 def test_a_restarted_scale_forgets_and_a_moved_one_does_not() -> None:
     """The first S after a refresh is that of its own step alone, or an average."""
-    newest, _ = corrected(4, moments="restart", decay=0.0)
-    restarted, _ = corrected(4, moments="restart")
-    moved, _ = corrected(4, moments="move")
+    newest, _ = corrected(4, "restart", factor_decay=0.0)
+    restarted, _ = corrected(4, "restart")
+    moved, _ = corrected(4, "move")
     found = []
     for kfac in (newest, restarted, moved):
         inverse = kfac.engine.statistics.states["0/S"].inverse
@@ -91,36 +114,34 @@ def test_a_restarted_scale_forgets_and_a_moved_one_does_not() -> None:
     assert not torch.isclose(found[2], found[1])
 
 
-# -- what a scale chooses by itself ---------------------------------------------------
+# -- what a rule chooses by itself ----------------------------------------------------
 
-CHOSEN = {
-    "kronecker": ("eigen", "kl", "factored", "none"),
-    "corrected": ("eigen", "kl", "eigen", "none"),
-    "adaptive": ("eigen", "layer", "factored", "none"),
-    "orthogonal": ("relative", "layer", "factored", "none"),
+CHOSEN: dict[Rule, Length] = {
+    Kronecker(): KLClip(),
+    EKFAC(): KLClip(),
+    EigenAdam(): LayerTrust(),
+    Orthogonal(): LayerTrust(),
 }
 
 
-@pytest.mark.parametrize("scale", CHOSEN)
-def test_every_scale_works_with_nothing_else_said(scale: Any) -> None:
+@pytest.mark.parametrize("rule", CHOSEN, ids=lambda rule: rule.name)
+def test_every_rule_works_with_nothing_else_said(rule: Rule) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with KFAC(model, optimizer, scale=scale) as kfac:
+    with KFAC(model, optimizer, rule=rule) as kfac:
         backward(model, 0)
         optimizer.step()
-        config = kfac.engine.config
-        assert (config.damping_style, config.trust) == CHOSEN[scale][:2]
-    with SPNGD(model, 0.01, scale=scale) as spngd:
+        assert kfac.engine.options.the_length == CHOSEN[rule]
+    with SPNGD(model, lr=0.01, rule=rule) as spngd:
         backward(model, 1)
         spngd.step()
-        config = spngd.engine.config
-        assert (config.damping_style, config.trust) == CHOSEN[scale][2:]
+        assert spngd.engine.options.the_length == Free()
 
 
 def test_what_is_said_is_not_overruled() -> None:
-    with pytest.raises(ValueError, match="trust='kl'"):
-        KFAC(mlp(), scale="adaptive", trust="kl", lr=0.1)
-    with pytest.raises(ValueError, match="damping_style='eigen'"):
-        KFAC(mlp(), scale="orthogonal", damping_style="eigen")
+    with pytest.raises(ValueError, match=r"length=KLClip\(.*rule=EigenAdam\("):
+        KFAC(mlp(), rule=EigenAdam(), length=KLClip(lr=0.1))
+    with pytest.raises(ValueError, match="style='eigen' of Orthogonal"):
+        Orthogonal(style="eigen")
     with pytest.raises(ValueError, match="moments='forget'"):
-        KFAC(mlp(), kl_clip=None, moments="forget")  # type: ignore[arg-type]
+        EKFAC(moments="forget")  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from torch import Tensor, nn
 
 import natgrad
@@ -28,13 +29,18 @@ class Heads(nn.Module):
         return getattr(self, head)(self.trunk(x).tanh())
 
 
-@pytest.mark.parametrize("average", ["gradient", "update"])
-def test_a_layer_whose_gradients_are_zero_comes_to_rest(average: Any) -> None:
+@pytest.mark.parametrize(
+    ("average", "fade"),
+    [(natgrad.AverageGradients(), 0.0), (natgrad.AverageUpdates(), 0.8)],
+)
+def test_a_layer_whose_gradients_are_zero_comes_to_rest(
+    average: Any, fade: float
+) -> None:
     """Its average fades, and the trust ratio must not make up for it."""
     model = Heads().double()
-    rule: dict[str, Any] = {"scale": "orthogonal", "statistics": "inputs"}
-    rule |= {"trust": "layer", "average": average, "momentum": 0.8}
-    optimizer = natgrad.SPNGD(model, lr=LR, **rule, damping_style="relative")
+    rule = natgrad.Orthogonal(sides="inputs")
+    parts = {"rule": rule, "length": natgrad.LayerTrust(), "average": average}
+    optimizer = construct(natgrad.SPNGD, model, lr=LR, momentum=0.8, **parts)
     x = torch.randn(8, 4, dtype=torch.float64)
     lengths = []
     for step in range(12):
@@ -44,7 +50,6 @@ def test_a_layer_whose_gradients_are_zero_comes_to_rest(average: Any) -> None:
         optimizer.step()
         lengths.append(float((model.one.weight.detach() - before).norm()))
     assert lengths[0] > 0.01
-    fade = 0.8 if average == "update" else 0.0
     assert lengths[1:] == pytest.approx([lengths[0] * fade**i for i in range(1, 12)])
 
 
@@ -133,18 +138,24 @@ def test_a_matrix_without_a_block_changes_by_the_learning_rate_too() -> None:
 
 def test_with_the_plain_rule_a_matrix_without_a_block_keeps_its_gradient() -> None:
     model = Unknown().double()
-    optimizer = natgrad.SPNGD(model, lr=LR, momentum=0.0, trust="layer")
+    optimizer = construct(
+        natgrad.SPNGD, model, lr=LR, momentum=0.0, length=natgrad.LayerTrust()
+    )
     change, _ = changes(optimizer, model)["matrix"]
     gradient: Any = model.matrix.grad
     torch.testing.assert_close(change, -LR * gradient)
 
 
-def test_decay_is_decoupled_where_gradients_get_another_length() -> None:
+def test_decoupled_decay_is_of_weights_and_not_of_biases() -> None:
     def trained(decay: float) -> nn.Linear:
         torch.manual_seed(0)
         model = nn.Linear(4, 3).double()
-        rule: Any = {"scale": "orthogonal", "statistics": "inputs", "trust": "layer"}
-        optimizer = natgrad.SPNGD(model, lr=LR, weight_decay=decay, **rule)
+        rule: Any = {
+            "rule": natgrad.Orthogonal(sides="inputs", style="factored"),
+            "length": natgrad.LayerTrust(),
+            "decay": natgrad.Decoupled(),
+        }
+        optimizer = construct(natgrad.SPNGD, model, lr=LR, weight_decay=decay, **rule)
         model(torch.ones(2, 4, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
         return model

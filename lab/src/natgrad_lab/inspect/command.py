@@ -10,6 +10,7 @@ import tyro
 from natgrad_lab.inspect.flags import find_flags
 from natgrad_lab.inspect.page import build
 from natgrad_lab.train import run as runs
+from natgrad_lab.train.options import rule_of
 from natgrad_lab.train.records import read_looks
 
 
@@ -28,9 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = tyro.cli(Inspect, prog="natgrad inspect", args=list(arguments))
     run = runs.load(asked.run)
     records = read_looks(asked.run)
-    optimizer, scale = run.config.optimizer, run.config.curvature.scale
-    bounded = optimizer.name != "polar" and scale in ("kronecker", "corrected")
-    page = build(run.name, optimizer.label, records, bounded=bounded)
+    label, bounded = run.config.optimizer.label, rule_of(run.config).natural
+    page = build(run.name, label, records, bounded=bounded)
     out = asked.out or asked.run / "inspect.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")

@@ -45,7 +45,9 @@ def recipe(method: str, batch: int) -> Recipe:
         model=ModelConfig(name="resnet20"),
         data=DataConfig(name="cifar10"),
         optimizer=OPTIMIZERS[method],
-        curvature=CurvatureConfig(damping=0.0081, decay=0.9, kl_clip=0.1),
+        curvature=CurvatureConfig(
+            largest_factor="whole", damping=0.0081, factor_decay=0.9, kappa=0.1
+        ),
         refresh=RefreshConfig(statistics=1, inverses=10),
         schedule=ScheduleConfig(
             kind="steps", decay_epochs=(0.4 * epochs, 0.8 * epochs), decay_factor=0.1

@@ -74,16 +74,18 @@ def recipe(batch: int) -> Recipe:
         targets=(75.0,),
         model=ModelConfig(name="resnet50"),
         data=DataConfig(name="imagenet", mixup=row.alpha_mixup, erasing=0.5),
-        optimizer=OptimizerConfig(name="spngd", lr=row.eta_0, momentum=row.m_0),
+        optimizer=OptimizerConfig(
+            name="spngd", lr=row.eta_0, momentum=row.m_0, decay="rescaled"
+        ),
         curvature=CurvatureConfig(
+            largest_factor="whole",
             damping=row.gamma_target,
             damping_start=row.gamma_0,
             damping_warmup=row.t_warmup,
-            damping_style="factored",
-            decay=0.0,
+            style="factored",
+            factor_decay=0.0,
             norm="full",
             norm_damping_ratio=row.rho_bn,
-            rescale_weights=True,
         ),
         refresh=RefreshConfig(kind="every"),
         schedule=ScheduleConfig(

@@ -77,14 +77,16 @@ def recipe(batch: int) -> Recipe:
         targets=(74.9,),
         model=ModelConfig(name="resnet50"),
         data=DataConfig(name="imagenet", mixup=row.alpha_mixup, erasing=0.5),
-        optimizer=OptimizerConfig(name="spngd", lr=row.eta_0, momentum=row.m_0),
+        optimizer=OptimizerConfig(
+            name="spngd", lr=row.eta_0, momentum=row.m_0, decay="rescaled"
+        ),
         curvature=CurvatureConfig(
+            largest_factor="whole",
             damping=row.damping,
-            damping_style="factored",
-            decay=0.0,
+            style="factored",
+            factor_decay=0.0,
             fisher="empirical",
             norm="unit",
-            rescale_weights=True,
         ),
         refresh=RefreshConfig(kind="adaptive" if row.stale else "every", tolerance=0.1),
         schedule=ScheduleConfig(

@@ -44,7 +44,9 @@ def recipe(method: str, gpus: int) -> Recipe:
         optimizer=OptimizerConfig(
             kfac=method == "kfac", lr=0.1 * gpus, momentum=0.9, weight_decay=5e-4
         ),
-        curvature=CurvatureConfig(damping=1e-3, kl_clip=1e-3, strategy="factor_wise"),
+        curvature=CurvatureConfig(
+            largest_factor="whole", damping=1e-3, kappa=1e-3, strategy="factor_wise"
+        ),
         refresh=RefreshConfig(statistics=1, inverses=10),
         schedule=ScheduleConfig(
             kind="steps", warmup_epochs=5.0, decay_epochs=DECAYS[method]

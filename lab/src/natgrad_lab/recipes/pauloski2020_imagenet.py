@@ -51,7 +51,9 @@ def recipe(model: str, method: str, gpus: int) -> Recipe:
         optimizer=OptimizerConfig(
             kfac=method == "kfac", lr=0.0125 * gpus, momentum=0.9, weight_decay=5e-5
         ),
-        curvature=CurvatureConfig(damping=1e-3, kl_clip=1e-3, strategy="factor_wise"),
+        curvature=CurvatureConfig(
+            largest_factor="whole", damping=1e-3, kappa=1e-3, strategy="factor_wise"
+        ),
         refresh=RefreshConfig(statistics=max(1, interval // 10), inverses=interval),
         schedule=ScheduleConfig(
             kind="steps", warmup_epochs=5.0, decay_epochs=DECAYS[method]

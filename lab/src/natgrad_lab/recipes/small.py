@@ -21,8 +21,8 @@ class Rule:
 def rules(large: bool) -> dict[str, Rule]:
     """Every method of the comparison, for a small or a large batch."""
     lr = 0.4 if large else 0.1
-    kfac = CurvatureConfig(damping=0.03, kl_clip=1e-2, norm="unit")
-    spngd = CurvatureConfig(damping=0.03, damping_style="factored", norm="unit")
+    kfac = CurvatureConfig(damping=0.03, kappa=1e-2, norm="unit")
+    spngd = CurvatureConfig(damping=0.03, factor_decay=0.95, norm="unit")
     ahead: dict[str, Any] = {"momentum": 0.8, "nesterov": True}
     often = RefreshConfig(statistics=1, inverses=5 if large else 10)
     return {
@@ -52,11 +52,7 @@ def rules(large: bool) -> dict[str, Rule]:
             )
         ),
         "polar": Rule(
-            optimizer=OptimizerConfig(name="polar", lr=0.1, **ahead),
-            curvature=CurvatureConfig(
-                damping=1.0, decay=0.8, subsample=None, rest_rate=0.2
-            ),
-            refresh=RefreshConfig(statistics=5, inverses=5),
+            optimizer=OptimizerConfig(name="polar", lr=0.1),
         ),
         "shampoo": Rule(
             # Its momentum mixes plain and preconditioned gradients, which diverges at

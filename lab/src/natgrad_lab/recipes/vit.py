@@ -37,7 +37,7 @@ def recipe(method: str) -> Recipe:
         model=ModelConfig(name="vit", width=64),
         data=DataConfig(name="digits", augment=False),
         optimizer=OptimizerConfig(name="adamw", kfac=method == "kfac", lr=1e-3),
-        curvature=CurvatureConfig(damping=0.03, kl_clip=None, norm="unit"),
+        curvature=CurvatureConfig(damping=0.03, length="free", norm="unit"),
         refresh=RefreshConfig(statistics=1, inverses=10),
         schedule=ScheduleConfig(kind="cosine", warmup_epochs=1.0),
     )

@@ -8,29 +8,16 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from natgrad import Adaptive, Every, Refresh
-from natgrad.options import Curvature
+from natgrad import KFAC, SPNGD, Every, Free, Kronecker, Options, Polar, Refresh
 from natgrad_lab.errors import UserError
+from natgrad_lab.named import FALLBACKS, RULES, adaptive, changed, given, timed
 from natgrad_lab.simulate.work import Work, work_of
 
-METHODS: dict[str, Curvature] = {
-    "kfac": Curvature(refresh=Every(statistics=10, inverses=100)),
-    "spngd": Curvature(
-        damping_style="factored", decay=0.0, norm="unit", refresh=Adaptive()
-    ),
-    "polar": Curvature(
-        statistics="inputs",
-        scale="orthogonal",
-        trust="layer",
-        rest="adaptive",
-        damping_style="relative",
-        decay=0.8,
-        refresh=Every(statistics=5, inverses=5),
-        subsample=None,
-    ),
+METHODS: dict[str, Options] = {
+    "kfac": KFAC.defaults,
+    "spngd": SPNGD.defaults,
+    "polar": Polar.defaults,
 }
-"""The defaults of `natgrad.KFAC`, `SPNGD` and `Polar`, as far as costs know them."""
-STRATEGIES = {"kfac": "factor_wise", "spngd": "spngd", "polar": "spngd"}
 MOST_RANKS = 65_536
 """A plan of ResNet-50 for as many takes seven seconds, and more take more."""
 SPLIT = 8
@@ -49,13 +36,13 @@ class Asked:
     """One example's shape; needed with --import."""
     method: Literal["kfac", "spngd", "polar"] = "kfac"
     """Whose options are the defaults: natgrad.KFAC, SPNGD or Polar."""
+    rule: Literal["kronecker", "ekfac", "eigen_adam", "orthogonal"] | None = None
+    """How factors turn a gradient into an update."""
     sides: Literal["both", "inputs", "outputs"] | None = None
-    """Which of A and G there are: the library's statistics=."""
-    scale: Literal["kronecker", "corrected", "adaptive", "orthogonal"] | None = None
-    """What scales a gradient."""
-    rest: Literal["plain", "adaptive"] | None = None
+    """Which of A and G there are."""
+    fallback: Literal["plain", "adam"] | None = None
     """The rule of parameters without statistics."""
-    decay: float | None = None
+    factor_decay: float | None = None
     """Weight of the old value in running averages; 0 keeps only the newest."""
     norm: Literal["skip", "unit", "diag", "full"] | None = None
     """Statistic of normalisation layers."""
@@ -87,78 +74,77 @@ def require_world(*worlds: int) -> None:
             )
 
 
-def curvature_of(asked: Asked) -> Curvature:
+def options_asked(asked: Asked) -> Options:
     """The method with the options that were given."""
     if asked.batch_per_rank < 1:
         raise UserError(f"Invalid batch_per_rank={asked.batch_per_rank}. Must be >= 1.")
     inverse = asked.inverse or ("factored" if asked.split else None)
-    given = {
-        "statistics": asked.sides,
-        "scale": asked.scale,
-        "rest": asked.rest,
-        "decay": asked.decay,
-        "norm": asked.norm,
-        # How damping is added decides what an inverse is.
-        "damping_style": inverse if asked.method != "polar" else None,
-    }
-    start = METHODS[asked.method]
-    changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-    if _sided(asked, start) and "damping_style" not in changes:
-        changes["damping_style"] = "relative"
     try:
-        config = replace(start, refresh=_refresh(asked, start), **changes)
+        found = _changed(asked, METHODS[asked.method], inverse)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if inverse not in (None, inverse_of(config)):
+    rule = found.rule
+    if inverse not in (None, inverse_of(found)):
         raise UserError(
-            f"Invalid inverse={inverse!r}. Must be {inverse_of(config)!r} with "
-            f"--method {asked.method}, --scale {config.scale} and --sides "
-            f"{config.statistics}"
+            f"Invalid inverse={inverse!r}. Must be {inverse_of(found)!r} with "
+            f"--method {asked.method}, --rule {rule.name} and --sides {rule.sides}"
             + (": --split divides Cholesky's inverse." if asked.split else ".")
         )
-    if asked.split and inverse_of(config) != "factored":
+    if asked.split and inverse_of(found) != "factored":
         raise UserError(
             "Invalid inverse='eigen' with --split. Must be factored: an "
             "eigendecomposition is not divided by columns."
         )
-    return config
+    return found
 
 
-def _sided(asked: Asked, start: Curvature) -> bool:
-    """Whether two sides are whitened on their own, for which "eigen" is no damping."""
-    scale, sides = asked.scale or start.scale, asked.sides or start.statistics
-    return scale == "orthogonal" and sides == "both"
+def _changed(asked: Asked, start: Options, inverse: Any) -> Options:
+    rule = changed(start.rule, RULES, asked.rule, sides=asked.sides)
+    # How damping is added decides what K-FAC's inverse is.
+    if isinstance(rule, Kronecker) and inverse is not None:
+        rule = replace(rule, style=inverse)
+    fields = given(factor_decay=asked.factor_decay, norm=asked.norm)
+    # Costs do not depend on the length, which has to go with the rule.
+    length = start.length if asked.rule is None else Free()
+    return replace(
+        start,
+        rule=rule,
+        length=length,
+        fallback=changed(start.fallback, FALLBACKS, asked.fallback),
+        refresh=_refresh(asked, start),
+        **fields,
+    )
 
 
-def _refresh(asked: Asked, start: Curvature) -> Refresh:
-    given = {"statistics": asked.statistics, "inverses": asked.inverses}
-    timed = {name: value for name, value in given.items() if value is not None}
+def _refresh(asked: Asked, start: Options) -> Refresh:
+    times = (asked.statistics, asked.inverses)
     if asked.refresh == "adaptive":
-        if timed:
+        if times != (None, None):
             raise UserError("--refresh adaptive has no --statistics or --inverses.")
-        return Adaptive()
-    if asked.refresh is None and not timed:
+        return adaptive(start.refresh, None)
+    if asked.refresh is None and times == (None, None):
         return start.refresh
-    known = start.refresh if isinstance(start.refresh, Every) else Every(10, 10)
-    return replace(known, **timed)
+    usual = start.refresh if isinstance(start.refresh, Every) else Every(10, 10)
+    return timed(usual, *times)
 
 
-def inverse_of(config: Curvature) -> str:
+def inverse_of(options: Options) -> str:
     """What a plan of this method computes and shares, as in the library's engine."""
-    return "eigen" if config.form == "eigen" else "factored"
+    return "eigen" if options.rule.form == "eigen" else "factored"
 
 
-def work_asked(asked: Asked, config: Curvature) -> Work:
+def work_asked(asked: Asked, options: Options) -> Work:
     """The model's work under this method."""
     shape = tuple(asked.input) or None
     name = asked.import_ or asked.model
-    return work_of(name, shape=shape, **blocks_of(config))
+    return work_of(name, shape=shape, **blocks_of(options))
 
 
-def blocks_of(config: Curvature) -> Mapping[str, Any]:
+def blocks_of(options: Options) -> Mapping[str, Any]:
     """How a method cuts a model into blocks, as `work_of` takes it."""
     return {
-        "norm": config.norm,
-        "sides": config.statistics,
-        "corrected": config.scale == "corrected",
+        "norm": options.norm,
+        "sides": options.rule.sides,
+        "corrected": options.rule.corrects,
+        "largest_factor": options.largest_factor,
     }

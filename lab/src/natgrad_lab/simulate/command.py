@@ -17,8 +17,8 @@ from natgrad_lab.errors import UserError
 from natgrad_lab.simulate.asked import (
     SPLIT,
     Asked,
-    curvature_of,
     inverse_of,
+    options_asked,
     require_world,
     work_asked,
 )
@@ -97,7 +97,7 @@ def run(asked: SimulateCommand) -> list[Result]:
     if not asked.world:
         raise UserError("Invalid world=(). Must be one number or more.")
     require_world(*asked.world)
-    work = work_asked(asked, curvature_of(asked))
+    work = work_asked(asked, options_asked(asked))
     profile, conditions = find_profile(asked.profile), conditions_of(asked)
     return [
         result
@@ -113,13 +113,13 @@ def method_of(asked: SimulateCommand, strategy: str, world: int) -> Method:
     """What is simulated on so many ranks."""
     if strategy == "sgd":
         return SGD
-    config = curvature_of(asked)
+    options = options_asked(asked)
     return Method(
         strategy=strategy,
         placement=asked.placement,
-        inverse=inverse_of(config),
-        scale=config.scale,
-        subsample=config.subsample,
+        inverse=inverse_of(options),
+        scale=options.rule.name,
+        subsample=options.subsample,
         gradients=asked.gradients,
         policy=policy_of(asked, world),
         split=SPLIT if asked.split else 1,
@@ -176,7 +176,7 @@ def policy_of(asked: SimulateCommand, world: int) -> Policy:
         steps = asked.examples / (asked.batch_per_rank * world)
         interval = max(1, round(steps / asked.per_epoch))
         return every(max(1, round(interval / 10)), interval)
-    refresh = curvature_of(asked).refresh
+    refresh = options_asked(asked).refresh
     statistics, inverses = (round(x) for x in intervals(refresh))
     adaptive = refresh.tolerance is not None
     return reduced(1 / statistics) if adaptive else every(statistics, inverses)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from natgrad import Options
 from natgrad.engine.auto import intervals
 from natgrad.factors.budget import Budget
-from natgrad.options import Curvature
 from natgrad.plan import Plan
 from natgrad.plan.describe import size_text
 from natgrad.plan.memory import Keeps, memory_of, momentum_of
@@ -28,16 +28,16 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def keeps_of(config: Curvature) -> Keeps:
+def keeps_of(options: Options) -> Keeps:
     """What a method keeps between steps."""
-    statistics, inverses = intervals(config.refresh)
+    statistics, inverses = intervals(options.refresh)
     return Keeps(
-        decay=config.decay,
+        decay=options.factor_decay,
         waits=inverses > statistics,
-        changes=isinstance(config.refresh, Budget),
-        history=0 if config.refresh.tolerance is None else 2,
-        moments=config.scale == "adaptive",
-        rest_moments=config.rest == "adaptive",
+        changes=isinstance(options.refresh, Budget),
+        history=0 if options.refresh.tolerance is None else 2,
+        moments=options.rule.adapts,
+        rest_moments=options.fallback.adapts,
     )
 
 

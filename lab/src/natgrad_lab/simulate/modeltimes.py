@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from natgrad import KFAC, Every
+from natgrad.engine.step import Directions
 from natgrad.plan.autotune.profile import ModelTimes
 from natgrad_lab.errors import UserError
 from natgrad_lab.models import build
@@ -106,11 +107,12 @@ def _precondition(kfac: KFAC, model: nn.Module, x: Tensor, y: Tensor) -> float:
     engine = kfac.engine
     gradients = {b.name: b.gradient() for b in engine.blocks}
     known = {name: g for name, g in gradients.items() if g is not None}
+    given = Directions(directions=known, gradients=known)
     spent: list[float] = []
     with torch.no_grad():
         for _ in range(12):
             start = now()
-            engine.precondition(known, known)
+            engine.precondition(given)
             spent.append(now() - start)
     return median(spent)
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from natgrad import KFAC, Every
+from natgrad import KFAC, Every, KLClip
+from natgrad.engine.step import Directions
 from natgrad.math.conv.geometry import ConvGeometry
 from natgrad.math.conv.moments import conv_input_moment, conv_output_moment
 from natgrad.math.inverse import damped_inverses, eigendecompositions
@@ -159,7 +160,7 @@ def library_overheads(seconds: float, layers: int = 24) -> dict[str, float]:
         model(x).square().mean().backward()
 
     plain = timed(passes, seconds)
-    with KFAC(model, kl_clip=1e-3, lr=1e-3, refresh=NEVER) as kfac:
+    with KFAC(model, length=KLClip(lr=1e-3), refresh=NEVER) as kfac:
 
         def step() -> None:
             passes()
@@ -170,9 +171,10 @@ def library_overheads(seconds: float, layers: int = 24) -> dict[str, float]:
         engine = kfac.engine
         gradients = {b.name: b.gradient() for b in engine.blocks}
         known = {name: g for name, g in gradients.items() if g is not None}
-        apply = timed(lambda: engine.precondition(known, known), seconds)
+        given = Directions(directions=known, gradients=known)
+        apply = timed(lambda: engine.precondition(given), seconds)
     often = Every(statistics=1, inverses=10**6)
-    with KFAC(model, kl_clip=1e-3, lr=1e-3, refresh=often) as kfac:
+    with KFAC(model, length=KLClip(lr=1e-3), refresh=often) as kfac:
 
         def full() -> None:
             passes()

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 import tyro
 from rich.table import Table
 
+from natgrad import Options
 from natgrad.engine.auto import intervals
-from natgrad.options import Curvature
 from natgrad.plan import (
     Choice,
     CostModel,
     HardwareProfile,
     Plan,
+    Strategy,
     choose_strategy,
     make_plan,
 )
@@ -25,11 +26,11 @@ from natgrad.plan.split import loads_of, lower_bound
 from natgrad_lab.console import show, width
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate.asked import (
+    METHODS,
     SPLIT,
-    STRATEGIES,
     Asked,
-    curvature_of,
     inverse_of,
+    options_asked,
     require_world,
     work_asked,
 )
@@ -65,14 +66,14 @@ def main(arguments: Sequence[str]) -> int:
     """Parse, plan, check memory, print."""
     asked = tyro.cli(PlanCommand, prog="natgrad plan", args=list(arguments))
     require_world(asked.world)
-    config = curvature_of(asked)
-    work = work_asked(asked, config)
+    options = options_asked(asked)
+    work = work_asked(asked, options)
     profile = find_profile(asked.profile) if asked.profile else None
     auto = asked.strategy == "auto"
-    choice = _choose(asked, config, work, profile) if auto else None
-    plan = plan_asked(asked, config, work, profile, choice)
+    choice = _choose(asked, options, work, profile) if auto else None
+    plan = plan_asked(asked, options, work, profile, choice)
     plan.check()
-    keeps, sharded = keeps_of(config), asked.method != "kfac"
+    keeps, sharded = keeps_of(options), asked.method != "kfac"
     rows = memory_by_rank(
         plan, work, asked.batch_per_rank, keeps=keeps, sharded=sharded
     )
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     print(described(asked, work))
     print(plan.describe(keeps))
     show(memory_table(rows))
-    show(traffic_table(plan, *intervals(config.refresh)))
+    show(traffic_table(plan, *intervals(options.refresh)))
     print(textwrap.fill(left_out(work), width()))
     if asked.split:
         print(split_text(plan))
@@ -103,16 +104,16 @@ def described(asked: PlanCommand, work: Work) -> str:
 
 def plan_asked(
     asked: PlanCommand,
-    config: Curvature,
+    options: Options,
     work: Work,
     profile: HardwareProfile | None,
     choice: Choice | None,
 ) -> Plan:
     """The plan that a run of this method executes, or with --split would."""
-    inverse = inverse_of(config)
+    inverse = inverse_of(options)
     cost = CostModel(inverse=inverse)
     if profile is not None:
-        cost = profile.cost(inverse, config.scale)
+        cost = profile.cost(inverse, options.rule.name)
     plan = make_plan(
         work.specs,
         world=asked.world,
@@ -125,19 +126,19 @@ def plan_asked(
         profile=profile,
     )
     # The library's own placement does not look at the rule; its seconds depend on it.
-    return replace(plan, cost=replace(cost, scale=config.scale))
+    return replace(plan, cost=replace(cost, scale=options.rule.name))
 
 
-def _strategy(asked: PlanCommand) -> str:
-    return asked.strategy or STRATEGIES[asked.method]
+def _strategy(asked: PlanCommand) -> str | Strategy:
+    return asked.strategy or METHODS[asked.method].strategy
 
 
 def _choose(
-    asked: PlanCommand, config: Curvature, work: Work, profile: HardwareProfile | None
+    asked: PlanCommand, options: Options, work: Work, profile: HardwareProfile | None
 ) -> Choice:
     if profile is None:
         raise UserError("--strategy auto needs --profile: here, if it is calibrated.")
-    statistics, inverses = intervals(config.refresh)
+    statistics, inverses = intervals(options.refresh)
     compute, estimate = passes(work, profile, asked.batch_per_rank)
     return choose_strategy(
         work.specs,
@@ -145,8 +146,8 @@ def _choose(
         profile,
         statistics=statistics,
         inverses=inverses,
-        inverse=inverse_of(config),
-        scale=config.scale,
+        inverse=inverse_of(options),
+        scale=options.rule.name,
         gradients=asked.gradients,
         compute=compute,
         estimate=estimate,

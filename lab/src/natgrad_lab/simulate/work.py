@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from natgrad.layers import find_blocks
+from natgrad.layers import LayerOptions, find_blocks
 from natgrad.plan import BlockSpec, StatisticSpec
 from natgrad_lab.errors import UserError
 from natgrad_lab.models import MODELS, build
@@ -95,6 +95,7 @@ def work_of(
     norm: str = "skip",
     sides: str = "both",
     corrected: bool = False,
+    largest_factor: int | None = None,
     shape: Shape | None = None,
     tokens: bool = False,
 ) -> Work:
@@ -116,7 +117,9 @@ def work_of(
         raise UserError(
             f"{name} returned {type(model).__name__}. Must be an nn.Module."
         )
-    options = {"norm": norm, "statistics": sides, "corrected": corrected}
+    options = LayerOptions(
+        norm=norm, sides=sides, corrected=corrected, largest_factor=largest_factor
+    )
     return _measure(name, model, example, options)
 
 
@@ -146,7 +149,7 @@ def _imported(target: str) -> Callable[[], nn.Module]:
 
 
 def _measure(
-    name: str, model: nn.Module, example: torch.Tensor, options: dict[str, Any]
+    name: str, model: nn.Module, example: torch.Tensor, options: LayerOptions
 ) -> Work:
     positions: dict[str, int] = {}
     elements = 0
@@ -170,7 +173,7 @@ def _measure(
     for handle in handles:
         handle.remove()
     modules = dict(model.named_modules())
-    specs = [block.spec for block in find_blocks(model, **options)]
+    specs = [block.spec for block in find_blocks(model, options)]
     layers = [
         Layer(
             spec=spec,

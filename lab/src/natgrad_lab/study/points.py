@@ -191,7 +191,7 @@ def _curvature(base: CurvatureConfig, point: Point) -> CurvatureConfig:
         damping_start=None,
         damping_warmup=0,
         damping_decay_epochs=(),
-        damping_style=STYLES[point.style],
+        style=STYLES[point.style],
     )
 
 

@@ -117,20 +117,25 @@ class OptimizerConfig:
     """Precondition the gradients with K-FAC first (sgd and adamw)."""
     lr: float = 0.1
     """Learning rate at the start, after warmup."""
-    momentum: float = 0.9
-    """Momentum; beta1 for adamw and soap."""
+    momentum: float | None = None
+    """Momentum; beta1 for adamw and soap. None: what spngd and polar have by default,
+    0.9 for others."""
     beta2: float = 0.999
-    """Decay of second moments (adamw, soap). kfac, spngd, polar and what has no trust
-    ratio beside one that has take at most 0.95: runs here are short."""
-    nesterov: bool = False
-    """Nesterov momentum (sgd, spngd); muon and polar always have it."""
-    average: Literal["update", "gradient"] = "update"
-    """spngd: what momentum averages."""
+    """Decay of second moments (adamw, soap). What has no trust ratio beside one that
+    has takes at most 0.95: runs here are short."""
+    nesterov: bool | None = None
+    """Nesterov momentum (sgd, spngd, polar); muon always has it. None: what spngd and
+    polar have by default, none for others."""
+    average: Literal["updates", "gradients"] | None = None
+    """spngd, polar: what momentum averages. None: their default."""
     trust: bool = False
     """sgd, adamw, muon, soap: change each matrix by lr times its norm (a trust ratio);
     other parameters follow AdamW with rest_lr. With sgd this is LARS."""
     weight_decay: float = 0.0
     """Weight decay, as the optimizer defines it."""
+    decay: Literal["coupled", "decoupled", "rescaled"] | None = None
+    """spngd, polar: how weight decay enters; rescaled also keeps conv and linear
+    weights at norm sqrt(2 d_out) (Osawa et al. 2020, eq. 24). None: their default."""
     rest: Literal["sgd", "adamw"] = "sgd"
     """muon: the rule of parameters that are no matrix. With trust it is adamw."""
     rest_lr: float | None = None
@@ -142,7 +147,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(self.lr > 0, "optimizer.lr", self.lr, "> 0")
-        momentum = self.momentum
+        momentum = self.usual_momentum
         require(0 <= momentum < 1, "optimizer.momentum", momentum, "in [0, 1)")
         require(0 <= self.beta2 < 1, "optimizer.beta2", self.beta2, "in [0, 1)")
         decay = self.weight_decay
@@ -152,6 +157,10 @@ class OptimizerConfig:
         require(self.interval >= 1, "optimizer.interval", self.interval, ">= 1")
         ok = self.rest == "sgd" or self.name == "muon"
         require(ok, "optimizer.rest", self.rest, "sgd unless optimizer.name is muon")
+        for name in ("average", "decay"):
+            value = getattr(self, name)
+            legal = "none unless optimizer.name is spngd or polar"
+            require(value is None or self.alone, f"optimizer.{name}", value, legal)
         ok = not self.flat or self.name == "soap"
         require(ok, "optimizer.flat", self.flat, "off unless optimizer.name is soap")
         legal = "off unless optimizer.name is sgd or adamw"
@@ -160,6 +169,11 @@ class OptimizerConfig:
         ok = not self.trust or (self.name in TRUSTED and not self.kfac)
         legal = f"off unless optimizer.name is one of {', '.join(TRUSTED)}"
         require(ok, "optimizer.trust", self.trust, f"{legal}, without kfac")
+
+    @property
+    def usual_momentum(self) -> float:
+        """Of the optimizers that have no default of their own."""
+        return 0.9 if self.momentum is None else self.momentum
 
     @property
     def label(self) -> str:
@@ -181,25 +195,40 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvatureConfig:
-    """How the Fisher is estimated, damped and applied (kfac, spngd and polar)."""
+    """How the Fisher is estimated, damped and applied (kfac, spngd and polar).
 
-    statistics: Literal["both", "inputs", "outputs"] = "both"
-    """Which statistics layers have: A and G, A, or G (kfac and spngd)."""
-    scale: Literal["kronecker", "corrected", "adaptive", "orthogonal"] = "kronecker"
-    """How they scale a gradient (kfac and spngd): natgrad.KFAC explains."""
-    whitening: Literal["half", "full"] = "half"
-    """Of scale orthogonal."""
-    basis: Literal["exact", "tracked"] = "exact"
+    None: what the optimizer has by default (`natgrad.KFAC.defaults` and the others).
+    """
+
+    rule: Literal["kronecker", "ekfac", "eigen_adam", "orthogonal"] | None = None
+    """How factors turn a gradient into an update: `natgrad.Kronecker` and others."""
+    sides: Literal["both", "inputs", "outputs", "none"] | None = None
+    """Which factors layers have: A and G, A, G, or neither."""
+    source: Literal["activations", "gradients"] | None = None
+    """What factors are estimated from."""
+    power: float | None = None
+    """What a factor is raised to (minus this)."""
+    style: Literal["eigen", "factored", "relative"] | None = None
+    """eigen: exact (Pauloski et al. 2020, eq. 13-15). factored: pi-split and Cholesky
+    (Osawa et al. 2020, eq. 12). relative: to each factor's mean eigenvalue."""
+    whitening: Literal["half", "full"] | None = None
+    """Of orthogonal."""
+    basis: Literal["exact", "tracked"] | None = None
     """Eigenbases, where the rule has them: anew each time, or tracked."""
-    moments: Literal["move", "restart"] = "move"
-    """Second moments when a refresh replaces their bases: moved into them, or anew."""
-    trust: Literal["none", "kl", "layer"] | None = None
-    """How long a step is (kfac and spngd). None: the optimizer's own, kl or none."""
-    rest: Literal["plain", "adaptive"] = "plain"
-    """Parameters without a block (kfac and spngd): plain gradient, or Adam's root."""
-    rest_rate: float = 1.0
-    """With Adam's root, and polar: the learning rate of those parameters over lr."""
-    damping: float = 1e-3
+    moments: Literal["move", "keep", "restart"] | None = None
+    """Second moments when a refresh replaces their bases: moved into them, kept, or
+    anew."""
+    beta2: float | None = None
+    """Decay of the second moments of eigen_adam and adam."""
+    length: Literal["free", "kl_clip", "layer_trust", "muon"] | None = None
+    """How long a step is."""
+    kappa: float | None = None
+    """Of the KL clip (Pauloski et al. 2020, eq. 18)."""
+    fallback: Literal["plain", "adam"] | None = None
+    """The rule of parameters without factors: plain gradient, or Adam's."""
+    fallback_rate: float | None = None
+    """Of adam: the learning rate of those parameters over lr."""
+    damping: float | None = None
     """lambda; the value reached after the warmup when there is one."""
     damping_start: float | None = None
     """First value of a damping warmup (Osawa et al. 2019, eq. 13-14). None: none."""
@@ -209,40 +238,32 @@ class CurvatureConfig:
     """Epochs at which the damping is multiplied by damping_decay."""
     damping_decay: float = 0.5
     """What the damping is multiplied by at each of those epochs."""
-    damping_style: Literal["eigen", "factored", "relative"] = "eigen"
-    """eigen: exact (Pauloski et al. 2020, eq. 13-15). factored: pi-split and Cholesky
-    (Osawa et al. 2020, eq. 12). relative: to each factor's mean eigenvalue (polar
-    always)."""
-    decay: float = 0.95
+    factor_decay: float | None = None
     """Weight of the old value in the running averages of the statistics."""
-    kl_clip: float | None = 1e-3
-    """KL clip kappa (Pauloski et al. 2020, eq. 18), kfac only. None: off."""
-    fisher: Literal["empirical", "sampled"] = "empirical"
-    """empirical: the loss's gradients. sampled: labels drawn from the model (kfac and
-    spngd)."""
+    fisher: Literal["empirical", "sampled"] | None = None
+    """empirical: the loss's gradients. sampled: labels drawn from the model."""
     skip: tuple[str, ...] = ()
-    """Names of layers, or of modules that contain layers, to leave without a block."""
-    norm: Literal["skip", "unit", "diag", "full"] = "skip"
-    """How normalisation layers are treated (kfac and spngd; polar skips them)."""
-    norm_damping_ratio: float = 1.0
+    """Names of layers, or of modules that contain layers, to leave without factors."""
+    norm: Literal["skip", "unit", "diag", "full"] | None = None
+    """How normalisation layers are treated."""
+    norm_damping_ratio: float | None = None
     """rho_BN: multiplies the damping of norm layers (Osawa et al. 2019, 4.2)."""
-    subsample: int | None = 1
-    """Statistics from every k-th example only; 1: from all. None: from as many as each
-    layer needs, however large the batch."""
-    largest_factor: int | None = None
-    """Rows that a factor may have: larger ones are cut into diagonal blocks. None: no
-    factor is cut, as in the papers."""
-    rescale_weights: bool = False
-    """spngd: rescale conv and linear weights to norm sqrt(2 d_out) (Osawa et al. 2020,
-    eq. 24)."""
+    subsample: int | Literal["needed"] | None = None
+    """Statistics from every k-th example only; 1: from all. needed: from as many as
+    each layer needs, however large the batch."""
+    largest_factor: int | Literal["whole"] | None = None
+    """Rows that a factor may have: a larger one is cut into diagonal blocks. whole:
+    none is cut, as in the papers."""
     strategy: Literal["factor_wise", "layer_wise", "spngd", "auto"] | None = None
     """Who owns and who works, with several processes. auto: what the calibrated machine
-    is fastest with. None: the optimizer's own."""
-    placement: Literal["longest_first", "round_robin"] = "longest_first"
+    is fastest with."""
+    placement: Literal["longest_first", "round_robin"] | None = None
     """How statistics are spread over the ranks."""
 
     def __post_init__(self) -> None:
-        require(self.damping > 0, "curvature.damping", self.damping, "> 0")
+        for name in ("damping", "kappa", "fallback_rate", "norm_damping_ratio"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"curvature.{name}", value, "> 0")
         start, steps = self.damping_start, self.damping_warmup
         ok = start is None or start > 0
         require(ok, "curvature.damping_start", start, "> 0 or none")
@@ -251,32 +272,34 @@ class CurvatureConfig:
         require(ok, "curvature.damping_warmup", steps, legal)
         factor = self.damping_decay
         require(0 < factor <= 1, "curvature.damping_decay", factor, "in (0, 1]")
-        require(0 <= self.decay < 1, "curvature.decay", self.decay, "in [0, 1)")
-        clip = self.kl_clip
-        require(clip is None or clip > 0, "curvature.kl_clip", clip, "> 0 or none")
-        ok = self.subsample is None or self.subsample >= 1
-        require(ok, "curvature.subsample", self.subsample, ">= 1 or none")
-        most = self.largest_factor
-        ok = most is None or most >= 1
-        require(ok, "curvature.largest_factor", most, ">= 1 or none")
-        rate = self.rest_rate
-        require(rate > 0, "curvature.rest_rate", rate, "> 0")
-        ratio = self.norm_damping_ratio
-        require(ratio > 0, "curvature.norm_damping_ratio", ratio, "> 0")
+        decay = self.factor_decay
+        ok = decay is None or 0 <= decay <= 1
+        require(ok, "curvature.factor_decay", decay, "in [0, 1]")
+        for name, word in (("subsample", "needed"), ("largest_factor", "whole")):
+            value = getattr(self, name)
+            ok = not isinstance(value, int) or value >= 1
+            require(ok, f"curvature.{name}", value, f">= 1, {word} or none")
+        ok = self.kappa is None or self.length in (None, "kl_clip")
+        legal = "none unless curvature.length is kl_clip"
+        require(ok, "curvature.kappa", self.kappa, legal)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefreshConfig:
-    """When statistics are estimated anew."""
+    """When statistics are estimated anew.
 
-    kind: RefreshKind = "every"
+    None: what the optimizer has by default; where that is another kind, intervals of 1.
+    """
+
+    kind: RefreshKind | None = None
     """every: fixed intervals. adaptive: Osawa et al. 2020, algorithms 1-2. staircase,
-    late: Osawa et al. 2019, eq. 20 and 21. budget: as much as the overhead allows."""
-    statistics: int = 1
+    late: Osawa et al. 2019, eq. 20 and 21. budget: as much as the overhead allows.
+    None: every with an interval given, else the optimizer's default."""
+    statistics: int | None = None
     """every: steps between two estimates of a statistic."""
-    inverses: int = 1
+    inverses: int | None = None
     """every: steps between two inversions."""
-    tolerance: float = 0.1
+    tolerance: float | None = None
     """adaptive: relative change below which a statistic counts as unchanged."""
     overhead: float = 0.1
     """budget: seconds a step may take over the plain optimizer's, as a share."""
@@ -286,10 +309,13 @@ class RefreshConfig:
     """every: what the intervals are multiplied by at each of those epochs."""
 
     def __post_init__(self) -> None:
-        require(self.statistics >= 1, "refresh.statistics", self.statistics, ">= 1")
-        require(self.inverses >= 1, "refresh.inverses", self.inverses, ">= 1")
+        timed = {"statistics": self.statistics, "inverses": self.inverses}
+        for name, value in timed.items():
+            ok = value is None or (value >= 1 and self.kind in (None, "every"))
+            require(ok, f"refresh.{name}", value, ">= 1, for refresh.kind every")
         tolerance = self.tolerance
-        require(0 < tolerance < 1, "refresh.tolerance", tolerance, "in (0, 1)")
+        ok = tolerance is None or 0 < tolerance < 1
+        require(ok, "refresh.tolerance", tolerance, "in (0, 1)")
         require(self.overhead > 0, "refresh.overhead", self.overhead, "> 0")
         require(
             self.decay_factor >= 1, "refresh.decay_factor", self.decay_factor, ">= 1"

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from natgrad import KFAC, SPNGD, CommOptions, Polar
+from natgrad import KFAC, SPNGD, Adam, Options, Polar
 from natgrad_lab.errors import UserError
-from natgrad_lab.train.config import CurvatureConfig, OptimizerConfig, TrainConfig
+from natgrad_lab.train.config import OptimizerConfig, TrainConfig
 from natgrad_lab.train.flat import Flat
+from natgrad_lab.train.options import options_of
 from natgrad_lab.train.parts import Parts
-from natgrad_lab.train.schedules import make_damping, make_refresh
 
-# Of what has no trust ratio beside what has one: natgrad.Polar's default.
-REST_RATE = 0.2
+# Of what has no trust ratio beside what has one.
+assert isinstance(Polar.defaults.fallback, Adam)
+REST_RATE = Polar.defaults.fallback.rate
 Scaler = torch.amp.GradScaler | None
 
 
@@ -93,90 +94,23 @@ def make(
     grad_scaler: Scaler = None,
 ) -> Method:
     """The method a config asks for, on a training set of ``examples``."""
-    if config.optimizer.name == "spngd":
-        return _spngd(model, config, examples, grad_scaler)
-    if config.optimizer.name == "polar":
-        return _polar(model, config, examples, grad_scaler)
+    if config.optimizer.alone:
+        options = options_of(config, examples)
+        kind = SPNGD if config.optimizer.name == "spngd" else Polar
+        whole = kind(model, grad_scaler=grad_scaler, options=options)
+        return _curved(whole, whole, options)
     optimizer = _plain(model, config)
     if not config.optimizer.kfac:
         return Method(optimizer=optimizer)
-    damping = make_damping(config, examples)
-    kfac = KFAC(
-        model,
-        optimizer,
-        damping=damping,
-        refresh=make_refresh(config, examples),
-        **_shared(config, grad_scaler),
-        **_rule(config),
-    )
-    sampled = config.curvature.fisher == "sampled"
-    return Method(optimizer=optimizer, curved=kfac, damping=damping, sampled=sampled)
+    options = options_of(config, examples)
+    kfac = KFAC(model, optimizer, grad_scaler=grad_scaler, options=options)
+    return _curved(optimizer, kfac, options)
 
 
-def _spngd(
-    model: nn.Module, config: TrainConfig, examples: int, grad_scaler: Scaler
-) -> Method:
-    damping = make_damping(config, examples)
-    optimizer = SPNGD(
-        model,
-        lr=config.optimizer.lr,
-        momentum=config.optimizer.momentum,
-        weight_decay=config.optimizer.weight_decay,
-        damping=damping,
-        nesterov=config.optimizer.nesterov,
-        average=config.optimizer.average,
-        refresh=make_refresh(config, examples),
-        rescale_weights=config.curvature.rescale_weights,
-        **_shared(config, grad_scaler),
-        **_rule(config),
-    )
-    return Method(
-        optimizer=optimizer,
-        curved=optimizer,
-        damping=damping,
-        sampled=config.curvature.fisher == "sampled",
-    )
-
-
-def _polar(
-    model: nn.Module, config: TrainConfig, examples: int, grad_scaler: Scaler
-) -> Method:
-    damping = make_damping(config, examples)
-    optimizer = Polar(
-        model,
-        lr=config.optimizer.lr,
-        momentum=config.optimizer.momentum,
-        weight_decay=config.optimizer.weight_decay,
-        damping=damping,
-        refresh=make_refresh(config, examples),
-        **_shared(config, grad_scaler),
-    )
-    return Method(optimizer=optimizer, curved=optimizer, damping=damping)
-
-
-def _rule(config: TrainConfig) -> dict[str, Any]:
-    """The keywords that compose an update rule of KFAC and SPNGD."""
-    c = config.curvature
-    names = ("statistics", "scale", "whitening", "basis", "moments", "rest", "kl_clip")
-    names += ("damping_style", "fisher", "norm", "norm_damping_ratio")
-    rule: dict[str, Any] = {name: getattr(c, name) for name in names}
-    return rule if c.trust is None else rule | {"trust": c.trust}
-
-
-def _shared(config: TrainConfig, grad_scaler: Scaler) -> dict[str, Any]:
-    """The keywords that KFAC, SPNGD and Polar have in common."""
-    curvature: CurvatureConfig = config.curvature
-    names = ("decay", "subsample", "largest_factor", "placement", "rest_rate", "skip")
-    shared: dict[str, Any] = {name: getattr(curvature, name) for name in names}
-    # Adam's usual 0.999 remembers more steps than the short runs here have.
-    shared["beta2"] = min(config.optimizer.beta2, 0.95)
-    shared["grad_scaler"] = grad_scaler
-    shared["comm"] = CommOptions(timeout=config.timeout)
-    if curvature.strategy is not None:
-        shared["strategy"] = curvature.strategy
-    if config.data.name == "text":
-        shared["loss"] = "tokens"
-    return shared
+def _curved(optimizer: Optimizer, curved: KFAC | SPNGD, options: Options) -> Method:
+    damping, sampled = options.damping, options.fisher == "sampled"
+    assert callable(damping)
+    return Method(optimizer=optimizer, curved=curved, damping=damping, sampled=sampled)
 
 
 def _plain(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -209,7 +143,7 @@ def _parted(model: nn.Module, c: OptimizerConfig) -> Optimizer:
 
 def _rest(params: list[nn.Parameter], c: OptimizerConfig) -> Optimizer:
     if c.trust or c.rest == "adamw":
-        betas = (c.momentum, min(c.beta2, 0.95))
+        betas = (c.usual_momentum, min(c.beta2, 0.95))
         lr = c.rest_lr or REST_RATE * c.lr
         return torch.optim.AdamW(params, lr=lr, betas=betas, weight_decay=0)
     return _sgd(params, replace(c, lr=c.rest_lr or c.lr))
@@ -231,20 +165,20 @@ def _sgd(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
     return torch.optim.SGD(
         params,
         lr=c.lr,
-        momentum=c.momentum,
-        nesterov=c.nesterov,
+        momentum=c.usual_momentum,
+        nesterov=bool(c.nesterov),
         weight_decay=c.weight_decay,
     )
 
 
 def _adamw(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
-    betas = (c.momentum, c.beta2)
+    betas = (c.usual_momentum, c.beta2)
     return torch.optim.AdamW(params, lr=c.lr, betas=betas, weight_decay=c.weight_decay)
 
 
 def _muon(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
     return torch.optim.Muon(
-        params, lr=c.lr, momentum=c.momentum, weight_decay=c.weight_decay
+        params, lr=c.lr, momentum=c.usual_momentum, weight_decay=c.weight_decay
     )
 
 
@@ -252,7 +186,7 @@ def _soap(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
     return _borrowed("SOAP")(
         params,
         lr=c.lr,
-        betas=(c.momentum, c.beta2),
+        betas=(c.usual_momentum, c.beta2),
         weight_decay=c.weight_decay,
         precondition_frequency=c.interval,
     )
@@ -263,7 +197,7 @@ def _shampoo(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
     return _borrowed("Shampoo")(
         params,
         lr=c.lr,
-        momentum=c.momentum,
+        momentum=c.usual_momentum,
         weight_decay=c.weight_decay,
         preconditioning_compute_steps=c.interval,
     )

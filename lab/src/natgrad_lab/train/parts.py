@@ -17,7 +17,7 @@ class Parts(Optimizer):
     Args:
         parts: each with whether its changes get a trust ratio. With it, a step moves
             every parameter in the direction its optimizer says, by the group's learning
-            rate times the parameter's norm (as `natgrad.SPNGD` with trust="layer").
+            rate times the parameter's norm (as `natgrad.LayerTrust` does).
     """
 
     def __init__(self, parts: Sequence[tuple[Optimizer, bool]]) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from natgrad import Adaptive, Budget, Every, Refresh, Scheduled
+from natgrad import Budget, Every, Refresh, Scheduled
 from natgrad.schedules import (
     DampingDecay,
     DampingWarmup,
@@ -16,6 +16,7 @@ from natgrad.schedules import (
     PolynomialDecay,
     WarmupStepDecay,
 )
+from natgrad_lab.named import adaptive, timed
 from natgrad_lab.train.config import TrainConfig
 
 
@@ -94,14 +95,15 @@ class Damping:
         return value if self.decay is None else value * self.decay(step)
 
 
-def make_damping(config: TrainConfig, examples: int) -> Damping:
-    """The damping schedule of a config."""
+def make_damping(config: TrainConfig, examples: int, usual: float) -> Damping:
+    """The damping schedule of a config; ``usual`` if it has none."""
     curvature = config.curvature
+    target = usual if curvature.damping is None else curvature.damping
     warmup = decay = None
     if curvature.damping_start is not None:
         warmup = DampingWarmup(
             initial=curvature.damping_start,
-            target=curvature.damping,
+            target=target,
             steps=curvature.damping_warmup,
         )
     if curvature.damping_decay_epochs:
@@ -111,29 +113,33 @@ def make_damping(config: TrainConfig, examples: int) -> Damping:
             epochs=_in_steps(curvature.damping_decay_epochs, config, examples),
             steps_per_epoch=1,
         )
-    return Damping(target=curvature.damping, warmup=warmup, decay=decay)
+    return Damping(target=target, warmup=warmup, decay=decay)
 
 
-def make_refresh(config: TrainConfig, examples: int) -> Refresh:
-    """The refresh rule of a config: Every, Scheduled, Adaptive or Budget."""
-    refresh = config.refresh
-    if refresh.kind == "adaptive":
-        return Adaptive(tolerance=refresh.tolerance)
-    if refresh.kind == "budget":
+def make_refresh(config: TrainConfig, examples: int, usual: Refresh) -> Refresh:
+    """The refresh rule of a config: Every, Scheduled, Adaptive, Budget or the usual."""
+    refresh, kind = config.refresh, config.refresh.kind
+    if kind == "adaptive":
+        return adaptive(usual, refresh.tolerance)
+    if kind == "budget":
         return Budget(overhead=refresh.overhead)
-    if refresh.kind != "every":
+    if kind in ("staircase", "late"):
         per_epoch = max(1, round(examples / config.batch))
-        return Scheduled(steps_per_epoch=per_epoch, rule=refresh.kind)
+        return Scheduled(steps_per_epoch=per_epoch, rule=kind)
+    times = (refresh.statistics, refresh.inverses)
+    if kind is None and times == (None, None) and not refresh.decay_epochs:
+        return usual
+    every = timed(usual, *times)
     if not refresh.decay_epochs:
-        return Every(statistics=refresh.statistics, inverses=refresh.inverses)
+        return every
     at = _in_steps(refresh.decay_epochs, config, examples)
     grow = partial(
         IntervalGrowth, factor=refresh.decay_factor, epochs=at, steps_per_epoch=1
     )
-    return Every(
-        statistics=grow(initial=refresh.statistics),
-        inverses=grow(initial=refresh.inverses),
-    )
+    statistics, inverses = every.statistics, every.inverses
+    assert isinstance(statistics, int)
+    assert isinstance(inverses, int)
+    return Every(statistics=grow(initial=statistics), inverses=grow(initial=inverses))
 
 
 def _in_steps(

@@ -1,0 +1,1 @@
+"""Whole trainings, judged at their end: which rule is worth what, on which network."""

@@ -1,0 +1,95 @@
+"""From a config to `natgrad.Options`: what was given, and the optimizer's defaults."""
+
+from dataclasses import replace
+from typing import Any
+
+from natgrad import KFAC, SPNGD, Adam, CommOptions, EigenAdam, Options, Polar, Rule
+from natgrad_lab.named import (
+    AVERAGES,
+    DECAYS,
+    FALLBACKS,
+    LENGTHS,
+    RULES,
+    changed,
+    given,
+)
+from natgrad_lab.train.config import TrainConfig
+from natgrad_lab.train.schedules import make_damping, make_refresh
+
+
+def defaults_of(config: TrainConfig) -> Options:
+    """Those of the class that a config asks for; of KFAC for a plain optimizer."""
+    kinds = {"spngd": SPNGD, "polar": Polar}
+    return kinds.get(config.optimizer.name, KFAC).defaults
+
+
+def options_of(config: TrainConfig, examples: int) -> Options:
+    """What a config says about curvature, on a training set of ``examples``."""
+    start, c = defaults_of(config), config.curvature
+    assert not callable(start.damping)
+    rule = rule_of(config)
+    fields = given(
+        rule=rule,
+        fallback=_fallback(start, config),
+        factor_decay=c.factor_decay,
+        fisher=c.fisher,
+        norm=c.norm,
+        norm_damping_ratio=c.norm_damping_ratio,
+        strategy=c.strategy,
+        placement=c.placement,
+        loss="tokens" if config.data.name == "text" else None,
+    )
+    if c.length is not None or c.kappa is not None:
+        usual = replace(start, rule=rule).the_length
+        fields["length"] = changed(usual, LENGTHS, c.length, kappa=c.kappa)
+    for name in ("subsample", "largest_factor"):  # of which None is a value
+        value = getattr(c, name)
+        if value is not None:
+            fields[name] = value if isinstance(value, int) else None
+    if config.optimizer.alone:
+        fields |= _update(start, config)
+    return replace(
+        start,
+        damping=make_damping(config, examples, start.damping),
+        refresh=make_refresh(config, examples, start.refresh),
+        skip=c.skip,
+        comm=CommOptions(timeout=config.timeout),
+        **fields,
+    )
+
+
+def rule_of(config: TrainConfig) -> Rule:
+    """How factors turn a gradient into an update."""
+    start, c = defaults_of(config), config.curvature
+    rule = changed(
+        start.rule,
+        RULES,
+        c.rule,
+        sides=c.sides,
+        source=c.source,
+        power=c.power,
+        style=c.style,
+        whitening=c.whitening,
+        basis=c.basis,
+        moments=c.moments,
+    )
+    has = isinstance(rule, EigenAdam)
+    return replace(rule, **given(beta2=c.beta2)) if has else rule
+
+
+def _fallback(start: Options, config: TrainConfig) -> Any:
+    c = config.curvature
+    rule = changed(start.fallback, FALLBACKS, c.fallback, rate=c.fallback_rate)
+    return replace(rule, **given(beta2=c.beta2)) if isinstance(rule, Adam) else rule
+
+
+def _update(start: Options, config: TrainConfig) -> dict[str, Any]:
+    """What only an optimizer of its own has: momentum, decay, learning rate."""
+    c = config.optimizer
+    return given(
+        lr=c.lr,
+        momentum=c.momentum,
+        weight_decay=c.weight_decay,
+        average=changed(start.average, AVERAGES, c.average, nesterov=c.nesterov),
+        decay=changed(start.decay, DECAYS, c.decay),
+    )

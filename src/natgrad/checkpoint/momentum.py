@@ -1,0 +1,90 @@
+"""Momentum of `SPNGD` and `Polar` between ranks and in saved states."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from natgrad.checkpoint.optimizer_state import require_setting
+from natgrad.rules.averages import MASS, VELOCITY, Average, State
+
+if TYPE_CHECKING:
+    from natgrad.engine.engine import Engine
+
+
+def averages_of(engine: "Engine") -> Iterator[tuple[Tensor, Average]]:
+    """Every parameter that is ours, with what its momentum is an average of."""
+    for block in engine.blocks:
+        for p in () if block.is_foreign else block.parameters:
+            yield p, engine.parts[block.name].average
+
+
+def gather_momentum(state: State, engine: "Engine") -> None:
+    """Collective: every rank gets the momentum of all parameters."""
+    comm = engine.comm
+    if comm.world == 1:
+        return
+    first = {
+        id(p): engine.plan.workers[block.name][0]
+        for block in engine.blocks
+        for p in block.parameters
+    }
+    massive: list[Tensor] = []
+    for p, average in averages_of(engine):
+        velocity = average.velocity(state, p).contiguous()
+        state[p][VELOCITY] = comm.broadcast(velocity, first[id(p)])
+        massive += [p] if average.keeps_mass else []
+    if massive:
+        held = [state[p][MASS] if first[id(p)] == comm.rank else 0.0 for p in massive]
+        masses = comm.agree(engine.like.new_tensor(held, dtype=torch.float64))
+        for p, mass in zip(massive, masses.tolist(), strict=True):
+            state[p][MASS] = mass
+
+
+def worked_on(engine: "Engine", mine: bool) -> list[Tensor]:
+    """Of our parameters those that this rank updates, or the others."""
+    rank, workers = engine.comm.rank, engine.plan.workers
+    blocks = [b for b in engine.blocks if (rank in workers[b.name]) == mine]
+    return [p for b in blocks if not b.is_foreign for p in b.parameters]
+
+
+def require_momentum(
+    optimizer: Optimizer, engine: "Engine", state: Mapping[str, Any]
+) -> None:
+    """Raise unless the groups and the momentum that `SPNGD` saved can be gone on with.
+
+    A rank needs the momentum only of what it works on; of the rest there may be none.
+    """
+    idle = {id(p) for p in worked_on(engine, mine=False)}
+    masses = {id(p) for p, average in averages_of(engine) if average.keeps_mass}
+    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        require_setting(saved, "momentum", 1.0)
+        require_setting(saved, "weight_decay", math.inf)
+        for number, p in zip(saved["params"], own["params"], strict=True):
+            entry = state["state"].get(number, {})
+            missing = VELOCITY not in entry
+            missing |= id(p) in idle and entry.get(VELOCITY) is None
+            if not (missing or _fits(entry[VELOCITY], p)):
+                raise ValueError(
+                    f"Invalid velocity of parameter {number} in the saved optimizer "
+                    f"state. Must be a finite tensor of shape {tuple(p.shape)}."
+                )
+            mass: Any = entry.get(MASS)
+            if id(p) in masses and not (missing or _is_share(mass)):
+                raise ValueError(
+                    f"Invalid mass={mass!r} of parameter {number} in the saved "
+                    "optimizer state. Must be a number in [0, 1], as saved with "
+                    "AverageGradients()."
+                )
+
+
+def _is_share(x: Any) -> bool:
+    return isinstance(x, int | float) and 0 <= x <= 1 + 1e-6  # it is a rounded sum
+
+
+def _fits(x: Any, p: Tensor) -> bool:
+    good = isinstance(x, Tensor) and x.is_floating_point() and x.shape == p.shape
+    return good and bool(x.isfinite().all())

@@ -1,0 +1,259 @@
+"""Everything that a step runs on: blocks, plan, hooks, statistics, communication."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from natgrad.capture.hooks import require_unwatched
+from natgrad.capture.recorder import Capture
+from natgrad.capture.unwrap import inside_ddp, unwrap
+from natgrad.checkpoint.gather import gather, part_of, release, warn_partial
+from natgrad.checkpoint.state_dict import convert, load, save
+from natgrad.checkpoint.validate import require_state
+from natgrad.diagnostics.probe import Probe
+from natgrad.diagnostics.timer import Meter
+from natgrad.distributed.communicator import (
+    Communicator,
+    world_of,
+)
+from natgrad.distributed.overlap import Outbox
+from natgrad.distributed.replicate import make_alike
+from natgrad.engine.planning import Planning
+from natgrad.engine.replicas import Replicas
+from natgrad.factors.statistics import Statistics
+from natgrad.layers.registration import (
+    Groups,
+    parts_for,
+    register,
+    statistics_like,
+)
+from natgrad.options import Options
+from natgrad.plan import Plan
+from natgrad.rules.preconditioner import Preconditioner
+from natgrad.rules.references import References
+
+
+class Machinery:
+    """Blocks, plan, hooks, statistics and communication for one model.
+
+    ``groups`` has the parts of the update by the ids of the parameters to train, if
+    they are not all the same; ``optimizer`` the parameter groups.
+    ``agrees_on_overflow``: see Note [Agreed overflow].
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        grad_scaler: torch.amp.GradScaler | None,
+        groups: Groups | None = None,
+        optimizer: Optimizer | None = None,
+        agrees_on_overflow: bool = False,
+    ) -> None:
+        self.options = options
+        group = options.group
+        self.skipped_steps = 0
+        self.closed = False
+        self.gathered = self._warned = False
+        self.probe: Probe | None = None
+        self._reduced: list[Tensor] = []
+        self.before_replan: list[Callable[[], None]] = []
+        self.model, ddp = unwrap(model)
+        self.blocks = register(self.model, options, groups)
+        require_unwatched(self.blocks)
+        self.block = {b.name: b for b in self.blocks}
+        self.parts = {b.name: parts_for(b, options, groups) for b in self.blocks}
+        self.like = statistics_like(self.blocks)
+        updates = list(dict.fromkeys(self.parts.values()))
+        self._replicas = Replicas(self.model, options, updates, optimizer)
+        self._planning = Planning(
+            self.model,
+            self.blocks,
+            options,
+            ddp=ddp,
+            device=self.like.device,
+        )
+        self.auto = self._planning.auto
+        self.own_gradients = not ddp and world_of(group) > 1
+        self._scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        if self.own_gradients and self._scaled and not agrees_on_overflow:
+            raise ValueError(
+                "A GradScaler skips steps on one rank alone unless gradients are "
+                "averaged before it looks: wrap the model in DistributedDataParallel."
+            )
+        self.plan = self._planning.plan()
+        self.comm = self._connect(self.plan)
+        if self.own_gradients:
+            make_alike(self.model, self.comm)
+        self.meter = Meter(self.like.device)
+        self.statistics = Statistics(
+            self.blocks,
+            options,
+            self.parts,
+            plan=self.plan,
+            comm=self.comm,
+            like=self.like,
+            meter=self.meter,
+        )
+        self.statistics.seconds = {} if self._planning.measures else None
+        self.preconditioner = Preconditioner(self.statistics)
+        self.moments = self.preconditioner.moments
+        self.references = References()
+        self.capture = Capture(
+            self.model,
+            self.blocks,
+            loss=options.loss,
+            sampled=options.fisher == "sampled",
+            subsample=options.subsample,
+            world=self.comm.world,
+            grad_scaler=grad_scaler,
+            meter=self.meter,
+        )
+        self.capture.bases = self.preconditioner.bases_for_capture
+        self._outbox = self._open_outbox()
+        self.capture.on_growth = lambda name: self._outbox.sums.grown(
+            name, self.capture.current
+        )
+        self.capture.on_abandon = lambda: self._outbox.abandon()
+        self.capture.on_forward = self.follow_model
+        self.begin()
+
+    def _connect(self, plan: Plan) -> Communicator:
+        options, same = self.options, self._replicas.fingerprint()
+        return Communicator(plan, options.comm, options.group, fingerprint=same)
+
+    def _open_outbox(self) -> Outbox:
+        blocks = self.blocks if self.own_gradients else None
+        # a scaler writes to gradients after the backward: what left early would be void
+        return Outbox(self.comm, self.like, blocks, early=not self._scaled)
+
+    @property
+    def step(self) -> int:
+        """Steps done so far."""
+        return self.statistics.step
+
+    def begin(self) -> None:
+        """Tell the hooks what the coming step estimates and sends."""
+        due = self.statistics.to_capture()
+        self.capture.due = frozenset(due)
+        self.capture.step = self.step
+        self._outbox.open(due)
+
+    def _begin_again(self) -> None:
+        """After a step that has failed, on all ranks: what of it was sent is void."""
+        if self.comm.world > 1:
+            self.capture.take()
+            self._outbox.settle()
+        self.begin()
+
+    def gather(self) -> None:
+        """Collective: put all statistics on every rank, until the next step."""
+        states, is_eigen = self.statistics.states, self.statistics.is_eigen
+        eigen = frozenset(name for name, s in states.items() if is_eigen(s))
+        gather([*states.values()], self.plan, self.comm, self.like, eigen=eigen)
+        self.moments.gather(self.blocks, self.plan, self.comm, self.like)
+        self.references.gather(self.plan, self.comm, self.like)
+        self.gathered = True
+
+    def _release(self) -> None:
+        release([*self.statistics.states.values()], self.plan, self.comm.rank)
+        self.moments.release(self.plan, self.comm.rank)
+        self.references.release(self.plan, self.comm.rank)
+        self.gathered = False
+
+    def _replan(self) -> None:
+        """Once: give owners new statistics by the seconds that inversions took."""
+        states, seconds = self.statistics.states, self.statistics.seconds or {}
+        mine = self.like.new_tensor([seconds.get(name, 0.0) for name in states])
+        total: list[float] = self.comm.agree(mine).tolist()
+        if not any(total):
+            return
+        self.gather()
+        for prepare in self.before_replan:
+            prepare()
+        self._follow(self._planning.plan_by(dict(zip(states, total, strict=True))))
+        self._release()
+
+    def _follow(self, plan: Plan) -> None:
+        """Collective, between steps: go on under another plan."""
+        self.plan, moved = plan, self.comm.moved
+        self.comm.close()
+        self.comm = self._connect(plan)
+        self.comm.moved = moved
+        self.statistics.plan, self.statistics.comm = plan, self.comm
+        if not self._planning.measures:
+            self.statistics.seconds = None
+        self._outbox.close()
+        self._outbox = self._open_outbox()
+
+    def look_for_ddp(self) -> None:
+        """Leave gradients to DDP if the model was wrapped after this was made."""
+        self.capture.on_forward = self.follow_model
+        self.follow_model()
+        if inside_ddp(self.model):
+            self.own_gradients = False
+            self._follow(self._planning.plan_for_ddp())
+            self.begin()
+
+    def follow_model(self) -> None:
+        """Go on with the dtype and device that the parameters have now."""
+        if not self.closed and convert(self):
+            self._outbox.close()
+            self._outbox = self._open_outbox()
+            self.begin()
+
+    def state_dict(self, *, warn: bool = True) -> dict[str, Any]:
+        """Statistics, inverses and timing, as tensors and numbers.
+
+        After `gather` all of them; else only this rank's part, and once a warning.
+        """
+        whole = self.gathered or self.comm.world == 1
+        part = None if whole else part_of(self.plan, self.comm)
+        if part and warn and self.step and not self._warned:
+            self._warned = warn_partial(self.comm)
+        seconds, calls = dict(self._planning.seconds), dict(self._outbox.sums.expected)
+        return {**save(self), "part": part, "calls": calls, "seconds": seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`: a whole one, or this rank's part.
+
+        A part whose owners were measured is collective, as they are taken over.
+        """
+        seconds = self._planning.saved_seconds(state, self.statistics.states)
+        if self.step == 0 and seconds is not None:
+            self._follow(self._planning.plan_by(seconds))
+            self.begin()
+        require_state(state, self, part_of(self.plan, self.comm))
+        load(self, state)
+        self._outbox.sums.expected = dict(state["calls"])
+        self._release()
+        self.capture.take()
+        self.begin()
+
+    def close(self) -> None:
+        """Remove every hook and stop communicating."""
+        self.capture.close()
+        self.comm.close()
+        if self.auto is not None:
+            self.auto.close()
+        self._outbox.close()
+        self.closed = True
+
+    @contextmanager
+    def closing_on_error(self) -> Generator[None]:
+        """Leave no hook behind if the rest of a constructor raises."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def require_open(self) -> None:
+        """Raise if `close` was called."""
+        if self.closed:
+            raise RuntimeError("This optimizer was closed: make a new one to go on.")

@@ -1,0 +1,67 @@
+"""What one stage of a step hands on to the next, and what an optimizer adds to it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Directions:
+    """What the rules are given, ``(s, m, n)`` by block name.
+
+    Attributes:
+        directions: what they scale: gradients, or running averages of them.
+        gradients: this step's gradients, as the optimizer wants them to count.
+        noise: the part that is left in a direction of gradients that are only noise, by
+            block name; 1 where none is given.
+    """
+
+    directions: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    noise: Mapping[str, float] = field(default_factory=lambda: dict[str, float]())
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What came of the rules, on this rank.
+
+    Attributes:
+        updates: ``(s, m, n)`` by block name, at their own lengths.
+        clips: factors that updates are still to be multiplied by, where there are any;
+            of a block that another rank works on too.
+        present: names of the blocks that have a gradient on some rank.
+    """
+
+    updates: dict[str, Tensor]
+    clips: dict[str, Tensor]
+    present: frozenset[str]
+
+
+class Update(Protocol):
+    """What `KFAC`, `SPNGD` and `Polar` add to `natgrad.engine.engine.Engine.run`."""
+
+    def begin(self) -> Tensor | None:
+        """Raise unless a step may begin.
+
+        Returns what a scaler found, > 0 if gradients have overflown; None without one.
+        See Note [Agreed overflow].
+        """
+        ...
+
+    def skipped(self, overflow: Tensor | None) -> bool:
+        """Learn that the step is skipped; returns whether a scaler has been told."""
+        ...
+
+    def directions(self, gradients: dict[str, Tensor]) -> Directions:
+        """From the mean gradients of the blocks that this rank works on."""
+        ...
+
+    def learning_rate(self, names: Sequence[str]) -> float:
+        """The largest of these blocks', which the KL clip knows the step by."""
+        ...
+
+    def write(self, found: Updates) -> None:
+        """Give the updates to all ranks and write them, to weights or gradients."""
+        ...

@@ -1,0 +1,237 @@
+"""Running averages of the statistics of all blocks."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.capture.captured import POSITION_KINDS
+from natgrad.diagnostics.timer import Meter
+from natgrad.distributed.communicator import Communicator
+from natgrad.engine.agreement import Verdict
+from natgrad.factors.pace import built_in_cost
+from natgrad.factors.refresh import Refresh
+from natgrad.factors.state import StatisticState
+from natgrad.layers import Block
+from natgrad.math import foreach
+from natgrad.math.inverse import (
+    pi_split,
+    split_damping,
+)
+from natgrad.math.packing import flatten, trace, unflatten
+from natgrad.math.spectrum import change_rate, packed_norm
+from natgrad.math.statistics import own_moment
+from natgrad.options import Options
+from natgrad.plan import Plan
+from natgrad.rules.parts import Parts
+from natgrad.rules.rule import Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refreshed:
+    """Names of the statistics that a step estimated, and of those it inverted."""
+
+    estimated: tuple[str, ...] = ()
+    inverted: tuple[str, ...] = ()
+
+
+class Averages:
+    """One `StatisticState` for each statistic; every rank has all, owners their data.
+
+    ``step`` counts from 0 and is set by the engine. ``seconds``, unless None, collects
+    how long each owned inversion takes; ``changes``, unless None, how much each owned
+    average changed when it was last refreshed, for which averages are kept.
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[Block],
+        options: Options,
+        parts: Mapping[str, Parts],
+        *,
+        plan: Plan,
+        comm: Communicator,
+        like: Tensor,
+        meter: Meter,
+    ) -> None:
+        self.options, self.plan, self.comm, self.like = options, plan, comm, like
+        self.block = {b.name: b for b in blocks}
+        self._parts, self._distinct = parts, list(dict.fromkeys(parts.values()))
+        self.states = {
+            s.name: StatisticState(spec=s)
+            for b in self.block.values()
+            for s in b.spec.statistics
+        }
+        self.step = 0
+        self.seconds: dict[str, float] | None = None
+        self.meter = meter
+        self.cost = built_in_cost(like.device, plan.inverse, options.rule.name)
+        self.account = options.refresh.open_account(list(self.states), meter)
+        self.changes: dict[str, Tensor] | None = None if self.account is None else {}
+        self.last = Refreshed()
+
+    def due(self) -> list[StatisticState]:
+        """The statistics to estimate in this step, in the blocks' order."""
+        return [s for s in self.states.values() if s.timing.statistics_at <= self.step]
+
+    def to_capture(self) -> list[str]:
+        """Names of the due statistics that forwards and backwards are to give."""
+        return [s.spec.name for s in self.due() if not s.spec.is_local]
+
+    def facts(self) -> Tensor | None:
+        """What a budget's account has to tell the other ranks in this step."""
+        return None if self.account is None else self.account.facts(self.like)
+
+    def damping_of(self, block: Block) -> float:
+        """Lambda of a block at this step."""
+        ratio = self.options.norm_damping_ratio if block.is_norm else 1.0
+        return ratio * self._parts[block.name].damping_at(self.step)
+
+    def factor_damping(self, s: StatisticState) -> float:
+        """What is added to one factor, in the chosen damping style.
+
+        All of lambda, its part of the pi-split, or its multiple of the factor's mean
+        eigenvalue (of lambda itself if that is zero: a layer that sees nothing).
+        """
+        block = self.block[s.spec.block]
+        damping = self.damping_of(block)
+        if block.rule.style == "relative":
+            return damping * (s.mean_eigenvalue or 1.0)
+        if len(block.spec.statistics) == 1:
+            return damping
+        right, left = (self.states[x.name] for x in block.spec.statistics[:2])
+        pi = pi_split(right.mean_eigenvalue, left.mean_eigenvalue)
+        return split_damping(damping, pi)[s is left]
+
+    def _scale(self, s: StatisticState, verdict: Verdict) -> float:
+        """From a sum to a mean. See Note [Scaling] in `capture`.
+
+        The losses of k micro-batches that were divided by k scale G by 1 / k^2. Those
+        of sampled labels are never divided.
+        """
+        options, k = self.options, verdict.forwards
+        divided = options.accumulation == "mean" and options.fisher == "empirical"
+        undone = k * k if divided and s.spec.kind not in POSITION_KINDS else 1
+        return undone / verdict.counts[s.spec.name]
+
+    def dense(self, s: StatisticState) -> Tensor:
+        """The running average as ``(s, n, n)``, or ``(s, n)`` when diagonal."""
+        assert s.average is not None
+        return unflatten(s.average, s.spec.stack, s.spec.size, s.spec.diagonal)
+
+    def owns(self, s: StatisticState) -> bool:
+        """Whether this rank keeps and inverts it."""
+        return self.plan.owners[s.spec.name] == self.comm.rank
+
+    def _rule(self, s: StatisticState) -> Rule:
+        return self.block[s.spec.block].rule
+
+    def _refresh(self, s: StatisticState) -> Refresh:
+        return self._parts[s.spec.block].refresh
+
+    def form(self, s: StatisticState) -> str:
+        """What is kept of it; see `natgrad.factors.prepared`."""
+        if s.spec.kind == "S":
+            return "moment"
+        return self._rule(s).form if s.spec.is_factor else "inverse"
+
+    def is_eigen(self, s: StatisticState) -> bool:
+        """Whether its inverse is kept as an eigendecomposition."""
+        return self.form(s) == "eigen"
+
+    def _estimate(
+        self, due: list[StatisticState], sums: dict[str, Tensor], verdict: Verdict
+    ) -> list[StatisticState]:
+        """Fold the estimates into the averages (Pauloski et al., eq. 16-17)."""
+        usable: list[StatisticState] = []
+        for s in due:
+            if not verdict.usable(s.spec.name):
+                s.quarantined += not math.isfinite(verdict.traces[s.spec.name])
+                continue
+            usable.append(s)
+            old, new = self._weights(s)
+            scale = self._scale(s, verdict) / s.spec.eigenvalues
+            mean = verdict.traces[s.spec.name] * scale
+            s.mean_eigenvalue = old * s.mean_eigenvalue + new * mean
+        mine = [s for s in usable if self.owns(s)]
+        for s in mine:
+            sums[s.spec.name].mul_(self._scale(s, verdict))
+        if self.changes is not None:
+            self._note_changes(mine, sums, self.changes)
+        self._average(mine, sums)
+        for s in usable:
+            s.estimated = True
+        return usable
+
+    def _estimate_local(
+        self, due: list[StatisticState], gradients: Mapping[str, Tensor]
+    ) -> list[StatisticState]:
+        """Those of the weight's own gradient, on their owners, who are workers."""
+        mine = [s for s in due if self.owns(s)]
+        found = {
+            s.spec.name: own_moment(
+                gradients[s.spec.block],
+                s.spec.side,
+                parts=s.spec.parts,
+                size=s.spec.size,
+                diagonal=s.spec.diagonal,
+            )
+            for s in mine
+        }
+        traces = [trace(x) for x in found.values()]
+        known: list[float] = torch.stack(traces).tolist() if traces else []
+        for s, total in zip(mine, known, strict=True):
+            mean = total / s.spec.eigenvalues
+            old, new = self._weights(s)
+            s.mean_eigenvalue = old * s.mean_eigenvalue + new * mean
+        sums = {name: flatten(x) for name, x in found.items()}
+        if self.changes is not None:
+            self._note_changes(mine, sums, self.changes)
+        self._average(mine, sums)
+        for s in due:
+            s.estimated = True
+        return due
+
+    def _weights(self, s: StatisticState) -> tuple[float, float]:
+        """Of the old value and the new estimate; the first estimate starts it.
+
+        With a decay of 1 nothing is forgotten: a sum, as Shampoo has it.
+        """
+        old = self.options.factor_decay if s.estimated else 0.0
+        return old, (1 - old if old < 1 else 1.0)
+
+    def _note_changes(
+        self,
+        mine: list[StatisticState],
+        sums: dict[str, Tensor],
+        changes: dict[str, Tensor],
+    ) -> None:
+        """How much each average is about to change (Osawa et al. 2019, eq. 19)."""
+        for s in mine:
+            if s.average is not None:
+                old, weight = s.average, 1 - self.options.factor_decay
+                moved = weight * _norm(sums[s.spec.name] - old, s)
+                changes[s.spec.name] = rate = change_rate(moved, _norm(old, s))
+                if self.account is not None:
+                    self.account.note_change(s.spec.name, rate)
+
+    def _average(self, mine: list[StatisticState], sums: dict[str, Tensor]) -> None:
+        decay = self.options.factor_decay
+        running = [s for s in mine if s.estimated and decay and s.average is not None]
+        averages = [s.average for s in running if s.average is not None]
+        if averages:
+            foreach.scale_(averages, decay)
+            weight = 1 - decay if decay < 1 else 1.0
+            foreach.add_(averages, [sums[s.spec.name] for s in running], weight)
+        for s in mine:
+            if s.average is None or not (s.estimated and decay):
+                s.average = sums[s.spec.name]
+
+
+def _norm(flat: Tensor, s: StatisticState) -> Tensor:
+    """The Frobenius norm of a packed statistic."""
+    if s.spec.diagonal:
+        return torch.linalg.vector_norm(flat)
+    return packed_norm(flat, s.spec.stack, s.spec.size)

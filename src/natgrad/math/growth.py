@@ -1,0 +1,44 @@
+"""How much more curvature there is along an update than its inverses knew.
+
+Letters: an update U is ``(s, m, n)``; a factor X of its right side is ``(s, n, n)``, of
+its left side ``(s, m, m)``, or diagonal ``(s, n)``. The left side is treated as the
+right one of the transposed update.
+"""
+
+import torch
+from torch import Tensor
+
+from natgrad.math.parts import on_right
+from natgrad.math.rules import between
+
+# The rows of an update that are looked at: the longest ones have most of its curvature.
+LOOKED_AT = 32
+
+
+def longest(update: Tensor) -> Tensor:
+    """Indices ``(s, k)`` of the longest rows of ``(s, m, n)``."""
+    count = min(LOOKED_AT, update.shape[1])
+    return torch.linalg.vector_norm(update, dim=2).topk(count, dim=1).indices
+
+
+def rows_at(x: Tensor, index: Tensor) -> Tensor:
+    """The rows ``(s, k, n)`` of ``(s, m, n)``."""
+    return x.gather(1, index.unsqueeze(2).expand(-1, -1, x.shape[2]))
+
+
+def along(rows: Tensor, factor: Tensor) -> Tensor:
+    """``tr(U X U^T)``: the curvature that a factor has along rows."""
+    return (between(rows, factor, None) * rows).sum()
+
+
+def along_eigen(rows: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
+    """As `along`, of a factor ``Q diag(v) Q^T``; empty Q: of diag(v)."""
+    rotated = on_right(rows, vectors) if vectors.numel() else rows
+    columns = rows.shape[2]
+    return (rotated.square() * values.reshape(len(rows), 1, -1)[..., :columns]).sum()
+
+
+def log_growth(now: Tensor, then: Tensor) -> Tensor:
+    """``log(now / then)``, at least 0; 0 if it makes no sense."""
+    grown = (now / then).log()
+    return torch.where((then > 0) & grown.isfinite(), grown, 0.0).clamp_min(0.0)

@@ -1,0 +1,55 @@
+"""What an update is made of: average + rule + length + decay, for a parameter group."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from natgrad.factors.refresh import Refresh
+from natgrad.requiring import require_number
+from natgrad.rules.averages import Average
+from natgrad.rules.decays import Decay
+from natgrad.rules.lengths import Length
+from natgrad.rules.rule import Rule
+
+Damping = float | Callable[[int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The update of a parameter group; `natgrad.Options` says what each part is.
+
+    Attributes:
+        rule: of its matrices.
+        fallback: of its other parameters.
+        length, average, decay, damping, refresh: of all of them.
+    """
+
+    rule: Rule
+    fallback: Rule
+    length: Length
+    average: Average
+    decay: Decay
+    damping: Damping
+    refresh: Refresh
+
+    def damping_at(self, step: int) -> float:
+        """Lambda at a step, checked when it comes from a schedule."""
+        if not callable(self.damping):
+            return float(self.damping)
+        value = float(self.damping(step))
+        require_number(f"damping({step})", value, "a finite number >= 0", low=0.0)
+        return value
+
+
+NAMES = tuple(f.name for f in fields(Parts))
+"""The keys that a parameter group may have besides torch's."""
+
+
+def plain(part: Any) -> Any:
+    """A part as plain data: a class's name with its options, or a value."""
+    if isinstance(part, Rule):
+        return part.spec()
+    if hasattr(part, "__dataclass_fields__"):
+        options = {f.name: plain(getattr(part, f.name)) for f in fields(part)}
+        return {"name": type(part).__name__, **options}
+    return part if isinstance(part, int | float | str | None) else repr(type(part))
