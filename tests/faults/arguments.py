@@ -218,8 +218,7 @@ def conflicts(kind: str, options: dict[str, Any]) -> list[tuple[str, str]]:
     rules = {
         ("sharing", "loss"): (found["loss"], found["sharing"]) == ("tokens", "reduce"),
         ("basis", "style"): rule.get("basis") == "tracked" and not bases,
-        ("power", "whitening"): rule.get("whitening") == "full"
-        and rule["power"] != 0.5,
+        ("power", "whitening"): whole_inverse and rule["power"] != 0.5,
         ("length", "rule"): length["part"] == "KLClip" and not natural,
     }
     return [pair for pair, broken in rules.items() if broken]
