@@ -144,7 +144,7 @@ def test_a_paced_run_resumes_exactly() -> None:
 
 def test_defaults_follow_cost_and_what_is_given_is_obeyed() -> None:
     with KFAC(mlp(), length=natgrad.Free()) as kfac:
-        assert kfac.engine.options.refresh == Paced(Every(10, 100))
+        assert kfac.engine.options.refresh == Paced(Every(10, 100, early=True))
     with Polar(mlp(), lr=1.0) as polar:
         assert polar.engine.options.refresh == Paced(Every(5, 5))
     with Polar(mlp(), lr=1.0, refresh=Every(5, 5)) as given:
