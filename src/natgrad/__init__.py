@@ -14,8 +14,8 @@ from natgrad.layers import LayerKind, register_layer
 from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
-from natgrad.rules.averages import AverageGradients, AverageUpdates
-from natgrad.rules.decays import Coupled, Decoupled, Rescaled
+from natgrad.rules.averages import Average, AverageGradients, AverageUpdates
+from natgrad.rules.decays import Coupled, Decay, Decoupled, Rescaled
 from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.ekfac import EKFAC
 from natgrad.rules.fallbacks import Adam, Plain
@@ -33,11 +33,13 @@ __all__ = [
     "SPNGD",
     "Adam",
     "Adaptive",
+    "Average",
     "AverageGradients",
     "AverageUpdates",
     "Budget",
     "CommOptions",
     "Coupled",
+    "Decay",
     "Decoupled",
     "EigenAdam",
     "Every",

@@ -50,6 +50,7 @@ class KFAC(Inspectable):
     """
 
     defaults: ClassVar[Options] = Options()
+    """The options that hold unless others are given."""
 
     def __init__(
         self,
