@@ -685,7 +685,7 @@ class Empty(nn.Module):
 def test_a_layer_without_examples(subsample: int | None, seen: list[int]) -> None:
     x = torch.randn(128, 3).double()
     found = examples_seen(seen, Empty().double(), x, subsample=subsample)
-    assert found == [64]
+    assert found == [64]  # what has no examples is not looked at
 
 
 class Repeated(nn.Module):
