@@ -33,6 +33,7 @@ from natgrad.layers.registration import (
 )
 from natgrad.options import Options
 from natgrad.plan import Plan
+from natgrad.quadratic.tuner import Tuner
 from natgrad.rules.preconditioner import Preconditioner
 from natgrad.rules.references import References
 
@@ -61,6 +62,7 @@ class Machinery:
         self.closed = False
         self.gathered = self._warned = False
         self.probe: Probe | None = None
+        self.tuner: Tuner | None = None
         self._reduced: list[Tensor] = []
         self.before_replan: list[Callable[[], None]] = []
         self.model, ddp = unwrap(model)
