@@ -14,6 +14,7 @@ from natgrad.checkpoint.momentum import (
     averages_of,
     gather_momentum,
     require_momentum,
+    restore_velocity,
     worked_on,
 )
 from natgrad.checkpoint.optimizer_state import travel_with
@@ -26,14 +27,13 @@ from natgrad.factors.refresh import Adaptive, Every, Refresh
 from natgrad.layers import Block
 from natgrad.layers.registration import require_inside, require_known
 from natgrad.math import foreach
-from natgrad.math.statistics import widen
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts
 from natgrad.plan import Strategy
 from natgrad.quadratic.options import AUTO
 from natgrad.quadratic.rates import Rates, before_first, require_no_rates
-from natgrad.quadratic.tuner import Tuner, refuse_scaler, with_value
+from natgrad.quadratic.tuner import with_value
 from natgrad.requiring import require_number
-from natgrad.rules.averages import VELOCITY, Average
+from natgrad.rules.averages import Average
 from natgrad.rules.decays import Decay
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.lengths import Free
@@ -149,11 +149,8 @@ class SPNGD(Inspectable, Optimizer):
         self._overflow = Overflow(self, self.engine, grad_scaler)
         with self.engine.closing_on_error():
             require_inside(self.engine.model, self.param_groups)
-            if grad_scaler is not None and asked.is_auto:
-                refuse_scaler()
-        if asked.is_auto:
-            self.engine.tuner = Tuner(self.engine, asked, current)
-            self._rates = Rates(self.engine.tuner, self.param_groups)
+            if asked.is_auto:
+                self._rates = Rates(self, asked, current, grad_scaler)
         check = partial(require_momentum, self, self.engine)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
@@ -240,8 +237,7 @@ class SPNGD(Inspectable, Optimizer):
             n: u * clips[n] if n in clips else u for n, u in found.updates.items()
         }
         if engine.tuner is not None:
-            self._write_tuned(engine.tuner, updates, found.present)
-            return
+            return self._write_tuned(updates, found.present)
         mine = [engine.block[name] for name in updates]
         before = self._before(mine)
         with engine.meter("update"):
@@ -251,30 +247,19 @@ class SPNGD(Inspectable, Optimizer):
         for p in worked_on(engine, mine=False):
             self.state.pop(p, None)
 
-    def _write_tuned(
-        self, tuner: Tuner, updates: dict[str, Tensor], present: frozenset[str]
-    ) -> None:
+    def _write_tuned(self, updates: dict[str, Tensor], present: frozenset[str]) -> None:
         """Every rank gets all updates, agrees on the rates and takes the whole step."""
         engine = self.engine
         updates = updates | engine.share(updates, present)
-        if engine.own_gradients:
-            for block in (engine.block[n] for n in updates):
-                if block.is_foreign:
-                    block.write_gradient(updates[block.name])
-        moves = [
-            (group, params, changes, [average.velocity(self.state, p) for p in params])
-            for group, average, params, changes in self._by_group(updates)
-        ]
+        for block in (engine.block[name] for name in updates):
+            if block.is_foreign and engine.own_gradients:
+                block.write_gradient(updates[block.name])
         with engine.meter("quadratic"):
-            names = {id(p): n for n, p in engine.model.named_parameters()}
-            self._rates.find(moves, names)
+            self._rates.find(self._by_group(updates))
         with engine.meter("update"):
             self._update([engine.block[name] for name in updates], updates)
         with engine.meter("quadratic"):
-            if not tuner.judge() and tuner.finds_lr:
-                for _, params, _, velocities in moves:
-                    foreach.add_(params, velocities, -1)
-                    foreach.scale_(velocities, 0.0)
+            self._rates.judge()
 
     def _decayed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gradients with the weight decay of their group, unless it is decoupled."""
@@ -397,14 +382,7 @@ class SPNGD(Inspectable, Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Continue from a `state_dict` of the same model and options."""
         Optimizer.load_state_dict(self, state_dict)
-        # torch has cast the momentum to the parameters' dtype
-        numbers = [i for g in state_dict["param_groups"] for i in g["params"]]
-        params = [p for g in self.param_groups for p in g["params"]]
-        for i, p in zip(numbers, params, strict=True):
-            saved = state_dict["state"].get(i, {}).get(VELOCITY)
-            if saved is not None:
-                velocity = saved.to(p.device, widen(p).dtype, copy=True)
-                self.state[p][VELOCITY] = velocity
+        restore_velocity(self, state_dict)
 
     def __repr__(self) -> str:
         return Optimizer.__repr__(self)

@@ -8,7 +8,7 @@ Fisher takes its place.
 
 A gradient at the outputs whose second moment is H is what a label drawn from the model
 gives (the sampled Fisher). It needs a root of H: H is diagonal, or in each row
-``w (diag(p) - p p^T)`` of a softmax p. Which it is, two products with random signs show.
+``w (diag(p) - p p^T)`` of a softmax p. Two products with random signs show which it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ SAME = 1e-3
 
 def hessian_of_loss(loss: Tensor, outputs: Sequence[Tensor]) -> Product:
     """Products with the second derivative of a loss, whose graph is to be kept."""
-    slopes = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+    slopes = _derivatives([loss], outputs, None)
     curved = [g for g in slopes if g is not None and g.requires_grad]
 
     def product(tangents: Sequence[Tensor]) -> list[Tensor]:
@@ -36,16 +36,27 @@ def hessian_of_loss(loss: Tensor, outputs: Sequence[Tensor]) -> Product:
             for g, t in zip(slopes, tangents, strict=True)
             if g is not None and g.requires_grad
         ]
-        found = torch.autograd.grad(
-            curved, outputs, along, retain_graph=True, allow_unused=True
-        )
+        found = _derivatives(curved, outputs, along)
         pairs = zip(found, outputs, strict=True)
         return [torch.zeros_like(x) if h is None else h for h, x in pairs]
 
     return product
 
 
-def gaussian_fisher(hessian: Product, outputs: Sequence[Tensor], *, log: bool) -> Product:
+def _derivatives(
+    of: Sequence[Tensor], at: Sequence[Tensor], along: Sequence[Tensor] | None
+) -> list[Tensor | None]:
+    """The gradients, None where there is none; with a graph if nothing is ``along``."""
+    first = along is None
+    found = torch.autograd.grad(
+        of, at, along, retain_graph=True, create_graph=first, allow_unused=True
+    )
+    return [*found]
+
+
+def gaussian_fisher(
+    hessian: Product, outputs: Sequence[Tensor], *, log: bool
+) -> Product:
     """The Fisher of a mean and a variance, or its logarithm if ``log``.
 
     ``hessian`` is that of the loss, ``w (log v + (y - m)^2 / v) / 2`` summed. In the

@@ -34,9 +34,7 @@ class Along:
     def damped(self, damping: float) -> Matrix:
         """The products with ``B + decay + damping``."""
         pairs = zip(self.products, self.squares, strict=True)
-        return [
-            [p + damping * s for p, s in zip(*rows, strict=True)] for rows in pairs
-        ]
+        return [[p + damping * s for p, s in zip(*rows, strict=True)] for rows in pairs]
 
 
 def output_hessian(run: Run, kind: Hessian) -> Product:
@@ -68,7 +66,9 @@ def measure(
     k = len(directions)
     pairs = [(i, j) for i in range(k) for j in range(i, k)]
     slopes = [_dot(gradients, d) for d in directions]
-    curved = [torch.zeros((), dtype=torch.float64, device=slopes[0].device)] * len(pairs)
+    curved = [torch.zeros((), dtype=torch.float64, device=slopes[0].device)] * len(
+        pairs
+    )
     for run, hessian in zip(runs, hessians, strict=True):
         pushed = replay.tangents(run, weights, directions)
         turned = [hessian(t) for t in pushed]
@@ -76,8 +76,12 @@ def measure(
             x + _inner(pushed[i], turned[j])
             for x, (i, j) in zip(curved, pairs, strict=True)
         ]
-    told: list[float] = (comm.agree(torch.stack([*slopes, *curved])) / comm.world).tolist()
-    decayed = [{n: x * decay[n] for n, x in d.items() if decay.get(n)} for d in directions]
+    told: list[float] = (
+        comm.agree(torch.stack([*slopes, *curved])) / comm.world
+    ).tolist()
+    decayed = [
+        {n: x * decay[n] for n, x in d.items() if decay.get(n)} for d in directions
+    ]
     own = [_dot(weights, d) for d in decayed]
     both = [_dot(decayed[i], directions[j]) for i, j in pairs]
     squares = [_dot(directions[i], directions[j]) for i, j in pairs]
@@ -91,7 +95,9 @@ def measure(
     )
 
 
-def _matrix(k: int, pairs: Sequence[tuple[int, int]], values: Sequence[float]) -> Matrix:
+def _matrix(
+    k: int, pairs: Sequence[tuple[int, int]], values: Sequence[float]
+) -> Matrix:
     found = [[0.0] * k for _ in range(k)]
     for (i, j), x in zip(pairs, values, strict=True):
         found[i][j] = found[j][i] = x
@@ -108,5 +114,7 @@ def _dot(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> Tensor:
 def _inner(x: Sequence[Tensor], y: Sequence[Tensor], device: Any = None) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=x[0].device if x else device)
     for a, b in zip(x, y, strict=True):
-        total = total + (a.detach().double() * b.detach().double()).sum().to(total.device)
+        total = total + (a.detach().double() * b.detach().double()).sum().to(
+            total.device
+        )
     return total

@@ -1,16 +1,22 @@
-"""The learning rate and momentum of parameter groups, as the quadratic model has them."""
+"""Learning rate and momentum of parameter groups, as the quadratic model has them."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from natgrad.math import foreach
 from natgrad.options import Options
 from natgrad.quadratic.options import AUTO
-from natgrad.quadratic.tuner import Tuner
+from natgrad.quadratic.tuner import Lambda, Tuner, refuse_scaler
+from natgrad.rules.averages import Average
 
-Moves = Iterable[tuple[dict[str, Any], list[Tensor], list[Tensor], list[Tensor]]]
-"""Groups with parameters, their updates and their last changes."""
+if TYPE_CHECKING:
+    from natgrad.spngd import SPNGD
+
+Moves = Iterable[tuple[dict[str, Any], Average, list[Tensor], list[Tensor]]]
+"""Groups with what their momentum is an average of, parameters and updates."""
 FIRST = {"lr": 1.0, "momentum": 0.0}
 """What a group has before the first step, so that a scheduler can begin."""
 
@@ -41,32 +47,66 @@ class Rates:
     that multiplies ``lr`` multiplies the scale.
     """
 
-    def __init__(self, tuner: Tuner, groups: list[dict[str, Any]]) -> None:
-        self._tuner, self._groups = tuner, groups
-        tuner.written = [(float(g["lr"]), 1.0) for g in groups]
+    def __init__(
+        self,
+        optimizer: "SPNGD",
+        options: Options,
+        damping: Lambda | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        if scaler is not None:
+            refuse_scaler()
+        self._optimizer = optimizer
+        self._tuner = Tuner(optimizer.engine, options, damping)
+        self._tuner.written = [(float(g["lr"]), 1.0) for g in self._groups]
+        self._moved: list[tuple[list[Tensor], list[Tensor]]] = []
+        optimizer.engine.tuner = self._tuner
 
-    def find(self, moves: Moves, names: dict[int, str]) -> None:
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups  # another list after a state was loaded
+
+    def find(self, moves: Moves) -> None:
         """Write the rates of the coming change into the groups."""
-        tuner = self._tuner
-        scales = {id(g): self._scale(i) for i, g in enumerate(self._groups)}
+        tuner, state = self._tuner, self._optimizer.state
+        scales = [self._scale(i) for i in range(len(self._groups))]
+        first = scales[0] or 1.0
+        parts = {id(g): s / first for g, s in zip(self._groups, scales, strict=True)}
+        named = self._optimizer.engine.model.named_parameters()
+        names = {id(p): name for name, p in named}
         update: dict[str, Tensor] = {}
         last: dict[str, Tensor] = {}
         decay: dict[str, float] = {}
-        for group, params, updates, velocities in moves:
-            lr = scales[id(group)] if tuner.finds_lr else float(group["lr"])
+        self._moved = []
+        for group, average, params, updates in moves:
+            velocities = [average.velocity(state, p) for p in params]
+            self._moved.append((params, velocities))
+            lr = parts[id(group)] if tuner.finds_lr else float(group["lr"])
             momentum = 1.0 if tuner.finds_momentum else float(group["momentum"])
             for p, u, v in zip(params, updates, velocities, strict=True):
                 name = names[id(p)]
                 update[name], last[name] = u * -lr, v * momentum
                 decay[name] = float(group["weight_decay"])
-        found = tuner.solve(update, last, decay)
+        found = tuner.solve(update, last, decay, scales[0])
         for group in self._groups:
             if tuner.finds_lr:
-                group["lr"] = found[0] * scales[id(group)]
+                group["lr"] = found[0] * parts[id(group)]
             if tuner.finds_momentum:
                 group["momentum"] = found[1]
         tuner.lr, tuner.momentum = (float(self._groups[0][n]) for n in FIRST)
-        tuner.written = [(float(g["lr"]), scales[id(g)]) for g in self._groups]
+        lrs = [float(g["lr"]) for g in self._groups]
+        tuner.written = [*zip(lrs, scales, strict=True)]
+
+    def judge(self) -> None:
+        """Let damping follow; take a step back that made the objective worse.
+
+        Only steps of a learning rate that was found: a number is the user's.
+        """
+        if not self._tuner.judge() and self._tuner.finds_lr:
+            for params, velocities in self._moved:
+                foreach.add_(params, velocities, -1)
+                foreach.scale_(velocities, 0.0)
+        self._moved = []
 
     def _scale(self, i: int) -> float:
         written, scale = self._tuner.written[i]

@@ -99,7 +99,9 @@ class Replay:
     ) -> list[list[Tensor]]:
         """For each direction, of weights by name, the derivative of each output."""
         if self._together and len(directions) > 1:
-            stacked = {n: torch.stack([d[n] for d in directions]) for n in directions[0]}
+            stacked = {
+                n: torch.stack([d[n] for d in directions]) for n in directions[0]
+            }
             try:
                 found = self._pushed_together(run, weights, stacked)
                 return [[x[i] for x in found] for i in range(len(directions))]
@@ -171,11 +173,17 @@ class Replay:
         """An error that names the layer, found by one more run."""
         entered: list[str] = []
         handles: list[Any] = []
+
+        def leave(*_: Any) -> None:
+            entered.pop()
+
         for name, module in self._model.named_modules():
-            handles.append(
-                module.register_forward_pre_hook(lambda *_, n=name: entered.append(n))
-            )
-            handles.append(module.register_forward_hook(lambda *_: _drop(entered)))
+
+            def enter(*_: Any, name: str = name) -> None:
+                entered.append(name)
+
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave))
         try:
             self._pushed(run, weights, direction)
         except Exception:
@@ -213,10 +221,6 @@ def _without_mkldnn() -> Generator[None]:
         yield
     finally:
         torch.backends.mkldnn.set_flags(enabled)
-
-
-def _drop(entered: list[str]) -> None:
-    entered.pop()
 
 
 def _is_missing(error: Exception) -> bool:

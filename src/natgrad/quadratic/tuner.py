@@ -108,9 +108,7 @@ class Tuner:
 
         A sequence of closures is one of micro-batches.
         """
-        closures: Sequence[Closure] = (
-            [closure] if callable(closure) else [*(closure or ())]
-        )
+        closures: list[Any] = [closure] if callable(closure) else [*(closure or ())]
         if not closures:
             raise TypeError(
                 "lr='auto', momentum='auto' and damping='auto' need a closure: "
@@ -180,12 +178,17 @@ class Tuner:
         )
 
     def solve(
-        self, update: Weights, last: Weights, decay: Mapping[str, float]
+        self,
+        update: Weights,
+        last: Weights,
+        decay: Mapping[str, float],
+        scale: float = 1.0,
     ) -> tuple[float, float]:
         """Coefficients of the update and of the last step; 1 of what is not sought.
 
         They are the least of the damped quadratic model (Martens and Grosse 2015,
-        section 7). ``decay`` is the weight decay by name.
+        section 7), of which the first is then multiplied by ``scale``. ``decay`` is the
+        weight decay by name.
         """
         self._expected = None
         if not (self.finds_lr or self.finds_momentum or self.is_due):
@@ -194,6 +197,7 @@ class Tuner:
         fixed = (None if lr else 1.0, None if momentum else 1.0)
         along = self.along([update, last], self._weights(), self._gradients(), decay)
         x = minimiser(along.slopes, along.damped(self.damping()), fixed)
+        x = (x[0] * scale, x[1]) if lr else x
         if self.is_due:
             self._expect(change(along.slopes, along.products, x), decay)
         return x
@@ -243,7 +247,9 @@ class Tuner:
         ]
         total = self._engine.comm.agree(torch.stack(losses).double().sum().reshape(1))
         weights = self._weights()
-        squares = [d * weights[n].double().square().sum() for n, d in decay.items() if d]
+        squares = [
+            d * weights[n].double().square().sum() for n, d in decay.items() if d
+        ]
         return float(total) / self._engine.comm.world + sum(map(float, squares)) / 2
 
     def end(self) -> None:
