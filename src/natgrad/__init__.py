@@ -15,8 +15,8 @@ from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
 from natgrad.quadratic.options import AutoDamping
-from natgrad.rules.averages import AverageGradients, AverageUpdates
-from natgrad.rules.decays import Coupled, Decoupled, Rescaled
+from natgrad.rules.averages import Average, AverageGradients, AverageUpdates
+from natgrad.rules.decays import Coupled, Decay, Decoupled, Rescaled
 from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.ekfac import EKFAC
 from natgrad.rules.fallbacks import Adam, Plain
@@ -35,11 +35,13 @@ __all__ = [
     "Adam",
     "Adaptive",
     "AutoDamping",
+    "Average",
     "AverageGradients",
     "AverageUpdates",
     "Budget",
     "CommOptions",
     "Coupled",
+    "Decay",
     "Decoupled",
     "EigenAdam",
     "Every",

@@ -74,6 +74,7 @@ class SPNGD(Inspectable, Optimizer):
         norm="unit",
         strategy="spngd",
     )
+    """The options that hold unless others are given."""
     auto: ClassVar[Options] = Options(
         lr="auto",
         momentum="auto",
@@ -85,6 +86,7 @@ class SPNGD(Inspectable, Optimizer):
         norm="unit",
         strategy="spngd",
     )
+    """Those that hold if a rate or the damping is to be found."""
 
     def __init__(
         self,
