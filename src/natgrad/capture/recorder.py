@@ -279,8 +279,8 @@ class Capture:
     def _use(self, block: Block, forward: Forward) -> Use | None:
         """Whether the backward that runs now counts, at this layer."""
         use = self._counts(block)
-        # what is ignored is not part of any loss, so says nothing of a forward
-        forward.is_aside |= use != "learned" and not self._ignores
+        # a backward that makes a graph is a part of the loss to come
+        forward.is_aside |= use != "learned" and not torch.is_grad_enabled()
         return use
 
     def _counts(self, block: Block) -> Use | None:

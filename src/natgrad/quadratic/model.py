@@ -76,22 +76,23 @@ def measure(
             x + _inner(pushed[i], turned[j])
             for x, (i, j) in zip(curved, pairs, strict=True)
         ]
-    told: list[float] = (
-        comm.agree(torch.stack([*slopes, *curved])) / comm.world
-    ).tolist()
     decayed = [
         {n: x * decay[n] for n, x in d.items() if decay.get(n)} for d in directions
     ]
-    own = [_dot(weights, d) for d in decayed]
-    both = [_dot(decayed[i], directions[j]) for i, j in pairs]
+    slopes = [s + _dot(weights, d) for s, d in zip(slopes, decayed, strict=True)]
+    curved = [
+        x + _dot(decayed[i], directions[j])
+        for x, (i, j) in zip(curved, pairs, strict=True)
+    ]
     squares = [_dot(directions[i], directions[j]) for i, j in pairs]
-    local: list[float] = torch.stack([*own, *both, *squares]).tolist()
+    # the mean also of what is the same on all ranks but for the order of a sum
+    mean = comm.agree(torch.stack([*slopes, *curved, *squares])) / comm.world
+    told: list[float] = mean.tolist()
     n = k + len(pairs)
-    added = [x + y for x, y in zip(told, local[:n], strict=True)]
     return Along(
-        slopes=added[:k],
-        products=_matrix(k, pairs, added[k:]),
-        squares=_matrix(k, pairs, local[n:]),
+        slopes=told[:k],
+        products=_matrix(k, pairs, told[k:n]),
+        squares=_matrix(k, pairs, told[n:]),
     )
 
 

@@ -142,13 +142,20 @@ class Tuner:
         self._hessians.append(product)
 
     def _first_damping(self) -> float:
-        gradients = self._gradients()
-        # each rank's own gradient: only the mean of the curvature is the same on all
-        along = self.along([gradients], self._weights(), gradients, {})
-        square = self._engine.comm.agree(
-            torch.tensor([along.squares[0][0]], dtype=torch.float64)
-        )
-        found = along.products[0][0] / (float(square) / self._engine.comm.world or 1.0)
+        """The curvature along the mean gradient of all ranks."""
+        comm, weights, own = self._engine.comm, self._weights(), self._gradients()
+        trained = {
+            n for n, p in self._engine.model.named_parameters() if p.requires_grad
+        }
+        gradients = {
+            n: own[n] if n in own else torch.zeros_like(w)
+            for n, w in weights.items()
+            if n in trained
+        }
+        if comm.world > 1:  # once in a training
+            gradients = {n: comm.agree(g) / comm.world for n, g in gradients.items()}
+        along = self.along([gradients], weights, gradients, {})
+        found = along.products[0][0] / (along.squares[0][0] or 1.0)
         return found if found > 0 and math.isfinite(found) else 1.0
 
     def _weights(self) -> dict[str, Tensor]:
@@ -245,12 +252,11 @@ class Tuner:
             run.share * (self._replay.loss(run) if again else run.loss.detach())
             for run in self._runs
         ]
-        total = self._engine.comm.agree(torch.stack(losses).double().sum().reshape(1))
-        weights = self._weights()
-        squares = [
-            d * weights[n].double().square().sum() for n, d in decay.items() if d
-        ]
-        return float(total) / self._engine.comm.world + sum(map(float, squares)) / 2
+        total, weights = torch.stack(losses).double().sum(), self._weights()
+        for name in (n for n in decay if decay[n]):
+            total = total + decay[name] * weights[name].double().square().sum() / 2
+        comm = self._engine.comm
+        return float(comm.agree(total.reshape(1))) / comm.world
 
     def end(self) -> None:
         """Let go of what the step has kept."""
