@@ -98,12 +98,11 @@ class KFAC(Inspectable):
             grad_scaler=grad_scaler,
             groups=None if optimizer is None else _groups_of(optimizer, chosen),
             optimizer=optimizer,
+            follows_ddp=True,
         )
         self._handles: list[Any] = []
         if current is not None:
             self.engine.tuner = Tuner(self.engine, asked, current)
-        if self.engine.own_gradients:
-            self.engine.capture.on_forward = self.engine.look_for_ddp
         if optimizer is not None:
             # also inside a compiled optimizer.step
             handle = optimizer.register_step_pre_hook(as_written(self._before_step))

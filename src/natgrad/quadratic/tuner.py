@@ -133,7 +133,7 @@ class Tuner:
         run = Run(closure, [engine.like.device], share)
         with engine.capture.ignoring():
             product = output_hessian(run, self._options.hessian)
-        if sampled and engine.capture.due:
+        if sampled and engine.capture.armed.due:
             with engine.capture.ignoring():
                 drawn = sampled_gradients(run.outputs, product)
             engine.drawn_backward(run.outputs, drawn)
