@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +70,7 @@ def _raced(task: Task) -> list[Race]:
 
 
 @contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[], None]]:
+def _progress(title: str, total: int) -> Generator[Callable[[], None]]:
     """A bar on a terminal, a line elsewhere; yields what counts a step."""
     console = Console()
     if not console.is_terminal:
