@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from natgrad import options as o
 from natgrad.capture.hooks import as_written
+from natgrad.capture.unwrap import unwrap
 from natgrad.checkpoint.optimizer_state import require_free, travel_with
 from natgrad.checkpoint.sharded import only_initialises
 from natgrad.engine.engine import Engine
@@ -68,6 +69,7 @@ class KFAC(Inspectable):
         options: Options | NotGiven = NOT_GIVEN,
     ) -> None:
         require_free(optimizer)
+        unwrap(model)  # a model that is none is told before what it lacks
         self.optimizer = optimizer
         chosen = given(
             self.defaults if isinstance(options, NotGiven) else options,
