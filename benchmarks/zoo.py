@@ -20,12 +20,12 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.support.zoo import ZOO, Member, drawn
+from tests.support.zoo import ZOO, Make, Member, train
 from torch import nn
 from torch.optim import Optimizer
 
@@ -42,7 +42,6 @@ NATURAL = ("Polar", "KFAC on SGD", "KFAC on AdamW", "SPNGD")
 ALL = ("AdamW", "SGD", *NATURAL)
 KEPT = "zoo.json"
 
-Make = Callable[[nn.Module, Member], Optimizer]
 Outcome = dict[str, Any]
 
 
@@ -89,27 +88,6 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 def _summed(member: Member) -> int:
     """By how much longer gradients are than those of a mean."""
     return member.batch or 1 if member.reduction == "sum" else 1
-
-
-def train(member: Member, make: Make, seed: int, steps: int = STEPS) -> float:
-    """The loss of all examples in the end; NaN if it went wrong."""
-    source = torch.Generator().manual_seed(100 + seed)
-    data = member.data(source)
-    torch.manual_seed(seed)
-    model = member.build()
-    optimizer = make(model, member)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        try:
-            loss = member.loss(model, drawn(data, member.batch, source))
-        except RuntimeError:  # a binary cross-entropy refuses NaN
-            return math.nan
-        loss.backward()
-        optimizer.step()
-    with torch.no_grad():
-        torch.manual_seed(0)
-        loss = member.loss(model, data).item()
-    return loss / (len(data["x"]) if member.reduction == "sum" else 1)
 
 
 def run_member(
@@ -209,7 +187,7 @@ def _listed(rates: tuple[float, ...]) -> str:
     return ", ".join(f"{r:g}" for r in rates)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Run members, keep what they ended with, write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(ZOO), choices=list(ZOO))
@@ -218,7 +196,7 @@ def main() -> None:
     parser.add_argument("--again", nargs="*", default=list(ALL), choices=ALL)
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    asked = parser.parse_args()
+    asked = parser.parse_args(words)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     path = asked.out / KEPT
