@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from natgrad.factors import state as saved_state
-from natgrad.layers.registration import statistics_like
 from natgrad.math.statistics import widen
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def save(engine: "Machinery") -> dict[str, Any]:
         "moments": engine.moments.save(),
         "references": engine.references.save(),
         "budget": None if account is None else account.state_dict(),
+        "quadratic": None if engine.tuner is None else engine.tuner.state_dict(),
         "skipped_steps": engine.skipped_steps,
     }
 
@@ -38,21 +40,19 @@ def load(engine: "Machinery", state: Mapping[str, Any]) -> None:
     engine.references.load(state.get("references", {}), engine.blocks, engine.like)
     # older states do not say
     engine.skipped_steps = int(state.get("skipped_steps", 0))
+    if engine.tuner is not None and state.get("quadratic"):
+        engine.tuner.load_state_dict(state["quadratic"])
     if statistics.account is not None and state.get("budget"):
         statistics.account.load_state_dict(state["budget"])
 
 
-def convert(engine: "Machinery") -> bool:
+def convert(engine: "Machinery", like: Tensor) -> None:
     """Take all that is kept to the dtype and device that the parameters have now.
 
-    Returns whether those have changed, by ``model.double()`` or ``model.to(...)``, say.
+    They have changed by ``model.double()`` or ``model.to(...)``, say.
     """
-    like, old = statistics_like(engine.blocks), engine.like
-    if (like.dtype, like.device) == (old.dtype, old.device):
-        return False
     to = f"{like.dtype}, {like.device.type}"
     engine.comm.meet(f"model.to({to}) in step {engine.step}")
     state = save(engine)
     engine.like = engine.statistics.like = like
     load(engine, state)
-    return True
