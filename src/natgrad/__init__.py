@@ -14,6 +14,7 @@ from natgrad.layers import LayerKind, register_layer
 from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
+from natgrad.quadratic.options import AutoDamping
 from natgrad.rules.averages import Average, AverageGradients, AverageUpdates
 from natgrad.rules.decays import Coupled, Decay, Decoupled, Rescaled
 from natgrad.rules.eigen_adam import EigenAdam
@@ -33,6 +34,7 @@ __all__ = [
     "SPNGD",
     "Adam",
     "Adaptive",
+    "AutoDamping",
     "Average",
     "AverageGradients",
     "AverageUpdates",
