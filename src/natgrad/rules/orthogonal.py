@@ -52,10 +52,10 @@ class Orthogonal(Rule):
                 f"Invalid power={self.power} with whitening='full', which takes the "
                 "whole inverse. Must be 0.5, the default."
             )
-        if self.style == "eigen":
+        if self.style not in ("relative", "factored"):
             raise ValueError(
-                "Invalid style='eigen' of Orthogonal. Each side is whitened on its "
-                "own, so must be 'relative' or 'factored'."
+                f"Invalid style={self.style!r} of Orthogonal. Each side is whitened on "
+                "its own, so must be 'relative' or 'factored'."
             )
 
     @property
