@@ -166,7 +166,8 @@ def page(kept: Mapping[str, Any]) -> str:
             "# The zoo",
             "",
             f"Losses after {kept['steps']} steps at a constant rate, "
-            f"{'one seed' if len(kept['seeds']) == 1 else 'means of seeds'}, from `python -m benchmarks.zoo`. AdamW at "
+            f"{'one seed' if len(kept['seeds']) == 1 else 'means of seeds'}, from "
+            "`python -m benchmarks.zoo`. AdamW at "
             f"the best of {_listed(ADAMW_RATES)}, SGD with momentum 0.9 at the best of "
             f"{_listed(SGD_RATES)}; `KFAC` on each of them at that rate, with "
             "`damping=1e-2`; "
