@@ -88,6 +88,7 @@ class KFAC(Inspectable):
             norm=norm,
             strategy=strategy,
         )
+        _require_effect(chosen)
         _require_rate(chosen.the_length, optimizer)
         asked, chosen, current = chosen, *with_value(chosen)
         if asked.is_auto:
@@ -216,6 +217,22 @@ def _product(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 def _groups_of(optimizer: Optimizer, options: Options) -> dict[int, Parts]:
     parts = options.parts()
     return {id(p): parts for group in optimizer.param_groups for p in group["params"]}
+
+
+HOST = ("lr", "momentum", "weight_decay", "average", "decay")
+"""Options of what `KFAC` leaves to its host optimizer."""
+
+
+def _require_effect(options: Options) -> None:
+    """Raise if an option is given that would have no effect."""
+    for name in HOST:
+        value, usual = getattr(options, name), getattr(KFAC.defaults, name)
+        if value not in (usual, AUTO):  # which has an error of its own
+            raise ValueError(
+                f"Invalid {name}={value!r} of KFAC: it would have no effect. Must be "
+                f"{usual!r}, the default: {name} is a matter of the optimizer that "
+                "KFAC preconditions for."
+            )
 
 
 def _require_tunable(
