@@ -15,7 +15,7 @@ from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
 from natgrad.rules.averages import AverageGradients, AverageUpdates
-from natgrad.rules.decays import Coupled, Decoupled, Rescaled
+from natgrad.rules.decays import Coupled, Decoupled, FixedNorm, Rescaled
 from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.ekfac import EKFAC
 from natgrad.rules.fallbacks import Adam, Plain
@@ -41,6 +41,7 @@ __all__ = [
     "Decoupled",
     "EigenAdam",
     "Every",
+    "FixedNorm",
     "Free",
     "KLClip",
     "Kronecker",

@@ -161,6 +161,8 @@ class KFAC(Inspectable):
                 block.write_gradient(update, _product(found.clips.get(name), unit))
             elif self.engine.own_gradients or _changes(block):
                 block.write_gradient(update, unit)
+        for p in (p for n in found.waiting for p in self.engine.block[n].parameters):
+            p.grad = None  # the optimizer leaves it as it is
 
     def _gradient_scale(self) -> Tensor | None:
         """What gradients are still multiplied by: fused optimizers divide it out.
@@ -178,7 +180,7 @@ class KFAC(Inspectable):
 
 
 def _changes(block: Block) -> bool:
-    return not isinstance(block.rule, Plain)
+    return block.is_asked or not isinstance(block.rule, Plain)
 
 
 def _product(x: Tensor | None, y: Tensor | None) -> Tensor | None:
