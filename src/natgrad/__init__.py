@@ -11,9 +11,11 @@ from natgrad.factors.budget import Budget
 from natgrad.factors.refresh import Adaptive, Every, Paced, Refresh, Scheduled
 from natgrad.kfac import KFAC
 from natgrad.layers import LayerKind, register_layer
+from natgrad.layers.split import GroupList, groups
 from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
+from natgrad.presets import SOAP, Muon, Shampoo
 from natgrad.rules.averages import AverageGradients, AverageUpdates
 from natgrad.rules.decays import Coupled, Decoupled, FixedNorm, Rescaled
 from natgrad.rules.eigen_adam import EigenAdam
@@ -30,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EKFAC",
     "KFAC",
+    "SOAP",
     "SPNGD",
     "Adam",
     "Adaptive",
@@ -43,12 +46,14 @@ __all__ = [
     "Every",
     "FixedNorm",
     "Free",
+    "GroupList",
     "KLClip",
     "Kronecker",
     "LayerKind",
     "LayerTrust",
     "Length",
     "Matrices",
+    "Muon",
     "MuonLength",
     "Options",
     "Orthogonal",
@@ -59,6 +64,8 @@ __all__ = [
     "Rescaled",
     "Rule",
     "Scheduled",
+    "Shampoo",
+    "groups",
     "hybrid",
     "plan",
     "register_layer",

@@ -1,6 +1,7 @@
 """KFAC: a gradient preconditioner for any torch optimizer."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from torch.optim import Optimizer
 
 from natgrad import options as o
 from natgrad.capture.hooks import as_written
+from natgrad.capture.unwrap import unwrap
 from natgrad.checkpoint.optimizer_state import require_free, travel_with
 from natgrad.checkpoint.sharded import only_initialises
 from natgrad.engine.engine import Engine
@@ -17,6 +19,7 @@ from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Refresh
 from natgrad.layers import Block
 from natgrad.layers.registration import require_known
+from natgrad.layers.split import Named, parameters_of
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy
 from natgrad.rules.fallbacks import Plain
@@ -41,6 +44,9 @@ class KFAC(Inspectable):
     Args:
         model: a module, or one wrapped in `DistributedDataParallel`.
         optimizer: any torch optimizer over the model's parameters.
+        rules: other rules for some of the layers: pairs of names (or modules, or a
+            list of either) and a rule, as ``[("encoder", EKFAC()), ([model.head],
+            Plain())]``. Of pairs that name the same parameter the last one counts.
         grad_scaler: the `torch.amp.GradScaler` in use, to undo its loss scale.
         options: the `Options` to start from, ``KFAC.defaults`` if not given.
 
@@ -55,6 +61,7 @@ class KFAC(Inspectable):
         model: nn.Module,
         optimizer: Optimizer | None = None,
         *,
+        rules: Iterable[tuple[Named, Rule]] = (),
         rule: Rule | NotGiven = NOT_GIVEN,
         length: Length | NotGiven | None = NOT_GIVEN,
         damping: o.Damping | NotGiven = NOT_GIVEN,
@@ -79,12 +86,14 @@ class KFAC(Inspectable):
             norm=norm,
             strategy=strategy,
         )
-        _require_rate(chosen.the_length, optimizer)
+        parts = _parts_by_id(unwrap(model)[0], optimizer, chosen, rules)
+        for length_of in dict.fromkeys(p.length for p in parts.values()):
+            _require_rate(length_of, optimizer)
         self.engine: Engine = Engine(
             model,
             chosen,
             grad_scaler=grad_scaler,
-            groups=None if optimizer is None else _groups_of(optimizer, chosen),
+            groups=parts,
             optimizer=optimizer,
         )
         self._handles: list[Any] = []
@@ -187,9 +196,21 @@ def _product(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return y if x is None else x if y is None else x * y
 
 
-def _groups_of(optimizer: Optimizer, options: Options) -> dict[int, Parts]:
-    parts = options.parts()
-    return {id(p): parts for group in optimizer.param_groups for p in group["params"]}
+def _parts_by_id(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    options: Options,
+    rules: Iterable[tuple[Named, Rule]],
+) -> dict[int, Parts]:
+    """What the update of each of the optimizer's parameters is made of, by id."""
+    groups = optimizer.param_groups if optimizer else [{"params": model.parameters()}]
+    usual = options.parts()
+    found = {id(p): usual for group in groups for p in group["params"]}
+    for named, rule in rules:
+        parts = dataclasses.replace(options, rule=rule).parts()
+        own = [id(p) for p in parameters_of(model, named)]
+        found |= {number: parts for number in own if number in found}
+    return found
 
 
 def _require_rate(length: Length, optimizer: Optimizer | None) -> None:

@@ -107,8 +107,7 @@ class SPNGD(Inspectable, Optimizer):
             "momentum": chosen.momentum,
             "weight_decay": chosen.weight_decay,
         }
-        named = [{"params": list(plain.named_parameters())}]
-        mine = [dict(group) for group in groups or named]
+        mine = [dict(group) for group in groups or self._usual_groups(plain, chosen)]
         parts = [take_parts(group, chosen) for group in mine]
         Optimizer.__init__(self, mine, rates)
         for each in self.param_groups:
@@ -134,6 +133,10 @@ class SPNGD(Inspectable, Optimizer):
         check = partial(require_momentum, self, self.engine)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
+
+    def _usual_groups(self, model: nn.Module, options: Options) -> list[dict[str, Any]]:
+        """What is trained if no groups are given: everything, alike."""
+        return [{"params": list(model.named_parameters())}]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: its plan has every parameter already."""
