@@ -118,11 +118,11 @@ PAPERS: dict[str, dict[str, tuple[str, ...]]] = {
             "SGD": ("digits-sgd", "--batch", str(batch)),
             "K-FAC, inverse": (
                 *("digits-kfac", "--batch", str(batch)),
-                *("--curvature.damping-style", "factored"),
+                *("--curvature.style", "factored"),
             ),
             "K-FAC, eigendecomposition": (
                 *("digits-kfac", "--batch", str(batch)),
-                *("--curvature.damping-style", "eigen"),
+                *("--curvature.style", "eigen"),
             ),
         }
         for batch in (128, 256, 512)

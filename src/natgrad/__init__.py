@@ -16,8 +16,8 @@ from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
 from natgrad.presets import SOAP, Muon, Shampoo
-from natgrad.rules.averages import AverageGradients, AverageUpdates
-from natgrad.rules.decays import Coupled, Decoupled, FixedNorm, Rescaled
+from natgrad.rules.averages import Average, AverageGradients, AverageUpdates
+from natgrad.rules.decays import Coupled, Decay, Decoupled, FixedNorm, Rescaled
 from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.ekfac import EKFAC
 from natgrad.rules.fallbacks import Adam, Plain
@@ -36,11 +36,13 @@ __all__ = [
     "SPNGD",
     "Adam",
     "Adaptive",
+    "Average",
     "AverageGradients",
     "AverageUpdates",
     "Budget",
     "CommOptions",
     "Coupled",
+    "Decay",
     "Decoupled",
     "EigenAdam",
     "Every",

@@ -55,6 +55,7 @@ class KFAC(Inspectable):
     """
 
     defaults: ClassVar[Options] = Options()
+    """The options that hold unless others are given."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class KFAC(Inspectable):
         options: Options | NotGiven = NOT_GIVEN,
     ) -> None:
         require_free(optimizer)
+        unwrap(model)  # a model that is none is told before what it lacks
         self.optimizer = optimizer
         chosen = given(
             self.defaults if isinstance(options, NotGiven) else options,

@@ -121,7 +121,7 @@ class Options:
     momentum: float = 0.9
     weight_decay: float = 0.0
     damping: Damping = 1e-3
-    refresh: Refresh = field(default_factory=lambda: Paced(Every(10, 100)))
+    refresh: Refresh = field(default_factory=lambda: Paced(Every(10, 100, early=True)))
     factor_decay: float = 0.95
     fisher: Fisher = "empirical"
     loss: Loss = "mean"

@@ -50,3 +50,4 @@ class Polar(SPNGD):
         subsample=None,
         strategy="spngd",
     )
+    """The options that hold unless others are given."""

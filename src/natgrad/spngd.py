@@ -71,6 +71,7 @@ class SPNGD(Inspectable, Optimizer):
         norm="unit",
         strategy="spngd",
     )
+    """The options that hold unless others are given."""
 
     def __init__(
         self,

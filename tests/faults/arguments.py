@@ -6,7 +6,7 @@ refusal must begin with a name that was given an illegal value, or that is in co
 """
 
 import contextlib
-import inspect
+import dataclasses
 import io
 import random
 import warnings
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from tests.support.construct import construct
 from torch import nn
 
 import natgrad
@@ -32,8 +33,11 @@ KINDS: dict[str, Any] = {
     "SPNGD": natgrad.SPNGD,
     "Polar": natgrad.Polar,
 }
-UNTRIED = {"model", "optimizer", "param_groups", "grad_scaler", "group", "profile"}
+FIELDS = dataclasses.fields(natgrad.Options)
+UNTRIED = {"group", "profile"}
 """Objects that are not made at random."""
+HOSTS = {"lr", "momentum", "weight_decay", "average", "decay"}
+"""Options that KFAC's host optimizer has instead."""
 
 # -- values ----------------------------------------------------------------------------
 
@@ -42,61 +46,109 @@ NUMBERS: dict[str, tuple[Callable[[random.Random], Any], list[Any]]] = {
     "fraction": (lambda r: r.choice([0, 0.5, r.random()]), [1, 1.5, -0.1, None, *ODD]),
     "positive": (lambda r: 10 ** r.uniform(-6, 3), [0, -1, -0.5, None, *ODD]),
     "least": (lambda r: r.choice([0, 10 ** r.uniform(-6, 3)]), [-1, -0.5, None, *ODD]),
+    "share": (lambda r: r.choice([0, 1, r.random()]), [1.5, -0.1, None, *ODD]),
     "count": (lambda r: r.randint(1, 20), [0, -1, 2.5, 1.0, "3", None, *ODD]),
     "count or None": (
         lambda r: r.choice([None, r.randint(1, 20)]),
         [0, -1, 2.5, 1.0, "3", *ODD],
     ),
-    "rate": (lambda r: 10 ** r.uniform(-6, 3), [0, -1, -0.5, *ODD]),  # KFAC's: or None
-    "clip": (lambda r: r.choice([None, 10 ** r.uniform(-6, 3)]), [0, -1, *ODD]),
 }
 OPTIONS = {
-    "lr": "rate",
-    "kl_clip": "clip",
-    "beta2": "fraction",
+    "lr": "positive",
     "damping": "least",
-    "decay": "fraction",
+    "factor_decay": "share",
     "momentum": "fraction",
     "weight_decay": "least",
     "norm_damping_ratio": "positive",
     "subsample": "count or None",
-    "rest_rate": "positive",
+    "largest_factor": "count or None",
 }
 LEGAL: dict[str, list[Any]] = {
     **{name: list(legal) for name, legal in CHOICES.items()},
-    "average": ["update", "gradient"],
     "strategy": ["factor_wise", "layer_wise", "spngd", "hybrid(0.5)", "auto"],
     "placement": [*PLACEMENTS, "measured"],
     "skip": [(), ("0",), ["1"], ("0", "1")],
-    "rescale_weights": [True, False],
-    "nesterov": [True, False],
 }
-ILLEGAL: dict[str, list[Any]] = {
-    "skip": ["0", ("nowhere",), 3, None],
-    "rescale_weights": [],
-    "nesterov": [],
-}
-PARTS: dict[str, dict[str, Any]] = {
-    "Every": {"statistics": "count", "inverses": "count"},
-    "Adaptive": {"tolerance": ([0.1, 1, 1e-6], [0, -1, "0.1", float("nan"), None])},
-    "Scheduled": {
-        "steps_per_epoch": "count",
-        "rule": (["staircase", "late"], ["other", None, 3]),
-        "always_fresh": ([0, 3, 500], [-1, 2.5, "3", None]),
+ILLEGAL: dict[str, list[Any]] = {"skip": ["0", ("nowhere",), 3, None]}
+SIDES = ["both", "inputs", "outputs"]
+SOURCE = (["activations", "gradients"], ["other", None])
+BASIS = (["exact", "tracked"], ["other", 1])
+MOMENTS = (["move", "restart"], ["other", None])
+SWITCH = ([True, False], [])
+PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "refresh": {
+        "Every": {"statistics": "count", "inverses": "count"},
+        "Adaptive": {"tolerance": ([0.1, 1, 1e-6], [0, -1, "0.1", float("nan"), None])},
+        "Scheduled": {
+            "steps_per_epoch": "count",
+            "rule": (["staircase", "late"], ["other", None, 3]),
+            "always_fresh": ([0, 3, 500], [-1, 2.5, "3", None]),
+        },
+        "Budget": {"overhead": "positive"},
+        "Paced": {"share": "positive"},
     },
-    "Budget": {"overhead": "positive"},
-    "CommOptions": {
-        "bucket_bytes": ([1, 1000, 2**25], [0, -1]),
-        "overlap": ([True, False], []),
-        "precision": (
-            [None, torch.bfloat16, torch.float16],
-            [torch.float32, torch.int8, "half"],
-        ),
-        "half": ([(), ("share_updates",), ("share_inverses",)], [("other",), "half"]),
-        "hierarchical": (["auto", True, False], ["other", None, 3]),
-        "timeout": ([1, 30.0, 600], [0, -1, float("nan")]),
+    "comm": {
+        "CommOptions": {
+            "bucket_bytes": ([1, 1000, 2**25], [0, -1]),
+            "overlap": SWITCH,
+            "precision": (
+                [None, torch.bfloat16, torch.float16],
+                [torch.float32, torch.int8, "half"],
+            ),
+            "half": ([(), ("share_updates",), ("share_inverses",)], [("x",), "half"]),
+            "hierarchical": (["auto", True, False], ["other", None, 3]),
+            "timeout": ([1, 30.0, 600], [0, -1, float("nan")]),
+        }
     },
+    "rule": {
+        "Kronecker": {
+            "sides": (SIDES, ["none", "other", 2]),
+            "style": (["eigen", "factored", "relative"], ["other", None]),
+            "basis": BASIS,
+            "source": SOURCE,
+            "power": ([1.0, 0.5, 0.25], [0, -1, "1", None]),
+        },
+        "EKFAC": {
+            "style": (["eigen", "relative"], ["factored", "other"]),
+            "basis": BASIS,
+            "moments": MOMENTS,
+        },
+        "EigenAdam": {
+            "sides": ([*SIDES, "none"], ["other"]),
+            "basis": BASIS,
+            "moments": MOMENTS,
+            "source": SOURCE,
+            "orthogonal": SWITCH,
+            "beta2": "fraction",
+        },
+        "Orthogonal": {
+            "sides": ([*SIDES, "none"], ["other"]),
+            "whitening": (["half", "full"], ["other"]),
+            "style": (["relative", "factored"], ["eigen", "other"]),
+            "source": SOURCE,
+            "power": ([0.5, 0.25], [0, -1, "1", None]),
+        },
+    },
+    "fallback": {"Plain": {}, "Adam": {"rate": "positive", "beta2": "fraction"}},
+    "length": {
+        "Free": {},
+        "KLClip": {"kappa": "positive"},
+        "LayerTrust": {
+            "reference": (["start", "now"], ["other"]),
+            "memory": ([None, 0.0, 0.9, 0.999], [1, -0.1, "1"]),
+        },
+        "MuonLength": {
+            "adjust": (["original", "match_rms_adamw"], ["other"]),
+            "normalise": SWITCH,
+        },
+    },
+    "average": {
+        "AverageUpdates": {"nesterov": SWITCH},
+        "AverageGradients": {"nesterov": SWITCH},
+    },
+    "decay": {"Coupled": {}, "Decoupled": {}, "Rescaled": {}},
 }
+"""Options that are parts: their classes, and the fields of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +165,8 @@ class Value:
 
 def draw(name: str, source: random.Random, odd: float = 0.2) -> Value:
     """A value for an option, illegal in the share ``odd`` of cases."""
-    if name == "refresh":
-        return draw_part(source.choice([*PARTS][:4]), name, source, odd)
-    if name == "comm":
-        return draw_part("CommOptions", name, source, odd)
+    if name in PARTS:
+        return draw_part(source.choice([*PARTS[name]]), name, source, odd)
     return draw_one(name, OPTIONS.get(name) or _words(name), source, odd)
 
 
@@ -139,11 +189,12 @@ def draw_one(name: str, kind: Any, source: random.Random, odd: float) -> Value:
 
 
 def draw_part(part: str, name: str, source: random.Random, odd: float) -> Value:
-    """A `Refresh` or `CommOptions` still to be made, of a few of its fields."""
-    if name == "refresh" and source.random() < odd / 4:
-        return Value(value=source.choice([None, "often", 10]), wrong=("refresh",))
-    chosen = [f for f in PARTS[part] if f == "steps_per_epoch" or source.random() < 0.6]
-    fields = {f: draw_one(f, PARTS[part][f], source, odd) for f in chosen}
+    """A part still to be made, of a few of its fields."""
+    if source.random() < odd / 4:
+        return Value(value=source.choice(["often", 10, {}]), wrong=(name,))
+    known = PARTS[name][part]
+    chosen = [f for f in known if f == "steps_per_epoch" or source.random() < 0.6]
+    fields = {f: draw_one(f, known[f], source, odd) for f in chosen}
     return Value(
         value=partial(
             getattr(natgrad, part), **{f: v.value for f, v in fields.items()}
@@ -153,28 +204,35 @@ def draw_part(part: str, name: str, source: random.Random, odd: float) -> Value:
     )
 
 
-def conflicts(options: dict[str, Any]) -> list[tuple[str, str]]:
+def conflicts(kind: str, options: dict[str, Any]) -> list[tuple[str, str]]:
     """Pairs of options that do not go together; a refusal begins with the first."""
-
-    def given(name: str, *values: str) -> bool:
-        return options.get(name) in values
-
-    orthogonal, both = given("scale", "orthogonal"), given("statistics", "both")
-    whole = both and given("damping_style", "eigen")
-    bases = given("scale", "adaptive", "corrected")
-    bases |= whole and not (orthogonal and given("whitening", "half"))
-    unscaled = given("scale", "adaptive", "orthogonal")
-    corrected = given("scale", "corrected")
+    found = {f.name: getattr(KINDS[kind].defaults, f.name) for f in FIELDS} | options
+    rule, length = (_fields(found[name]) for name in ("rule", "length"))
+    whole = rule.get("sides", "both") == "both" and rule.get("style") == "eigen"
+    plain_power = rule.get("power", 1.0) == 1.0
+    bases = rule["part"] != "Kronecker" or (whole and plain_power)
+    natural = rule["part"] == "EKFAC" or (
+        rule["part"] == "Kronecker" and plain_power and rule["source"] == "activations"
+    )
+    whole_inverse = rule.get("whitening") == "full"
     rules = {
-        ("sharing", "loss"): given("loss", "tokens") and given("sharing", "reduce"),
-        ("damping_style", "scale"): (orthogonal and whole)
-        or (corrected and given("damping_style", "factored")),
-        ("statistics", "scale"): corrected and not both,
-        ("trust", "scale"): given("trust", "kl") and unscaled,
-        ("whitening", "scale"): given("whitening", "full") and not orthogonal,
-        ("basis", "scale"): given("basis", "tracked") and not bases,
+        ("sharing", "loss"): (found["loss"], found["sharing"]) == ("tokens", "reduce"),
+        ("basis", "style"): rule.get("basis") == "tracked" and not bases,
+        ("power", "whitening"): whole_inverse and rule["power"] != 0.5,
+        ("length", "rule"): length["part"] == "KLClip" and not natural,
     }
     return [pair for pair, broken in rules.items() if broken]
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    """What a part is or will be made of, and its class's name."""
+    if isinstance(part, partial):
+        made = {f.name: f.default for f in dataclasses.fields(part.func)}  # pyright: ignore[reportArgumentType]
+        return {"part": part.func.__name__, **made, **part.keywords}  # pyright: ignore[reportFunctionMemberAccess]
+    if not dataclasses.is_dataclass(part):
+        return {"part": ""}
+    own = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    return {"part": type(part).__name__, **own}
 
 
 # -- one set of arguments --------------------------------------------------------------
@@ -186,8 +244,9 @@ def network() -> nn.Sequential:
 
 
 def names(kind: str) -> list[str]:
-    """The options of a constructor that are drawn."""
-    return sorted({*inspect.signature(KINDS[kind]).parameters} - UNTRIED)
+    """The options that are drawn."""
+    known = {f.name for f in FIELDS} - UNTRIED
+    return sorted(known - HOSTS if kind == "KFAC" else known)
 
 
 def made(kind: str, model: nn.Module, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -198,9 +257,9 @@ def made(kind: str, model: nn.Module, options: dict[str, Any]) -> tuple[Any, Any
     }
     if kind == "KFAC":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-        return optimizer, natgrad.KFAC(model, optimizer, **chosen)
+        return optimizer, construct(natgrad.KFAC, model, optimizer, **chosen)
     settled: dict[str, Any] = {"lr": 0.01, **chosen}
-    optimizer = KINDS[kind](model, **settled)
+    optimizer = construct(KINDS[kind], model, **settled)
     return optimizer, optimizer
 
 
@@ -208,24 +267,10 @@ def step(model: nn.Module, optimizer: Any, natural: Any) -> None:
     """One step of training."""
     optimizer.zero_grad()
     outputs = model(INPUTS)
-    if natural.engine.config.fisher == "sampled":
+    if natural.engine.options.fisher == "sampled":
         natural.sampled_backward(outputs, "mse")
     outputs.square().mean().backward()
     optimizer.step()
-
-
-def settled(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options with the defaults of what was not given; Polar has its own rule."""
-    signature = inspect.signature(KINDS[kind]).parameters.items()
-    found = {name: each.default for name, each in signature} | options
-    style, trust = ("eigen", "kl") if kind == "KFAC" else ("factored", "none")
-    scale = found.get("scale")
-    if scale == "orthogonal" and kind == "KFAC" and found["statistics"] == "both":
-        style = "relative"
-    style = "eigen" if scale == "corrected" else style
-    trust = "layer" if scale in ("adaptive", "orthogonal") else trust
-    chosen = {"damping_style": style, "trust": trust}
-    return found | {k: v for k, v in chosen.items() if found.get(k) is None}
 
 
 def names_what_is_wrong(
@@ -241,7 +286,7 @@ def check_arguments(kind: str, drawn: dict[str, Value]) -> str:
     """ "works" or "refused", as it must be; anything else is an AssertionError."""
     options = {name: each.value for name, each in drawn.items()}
     wrong = [name for each in drawn.values() for name in each.wrong]
-    apart = conflicts(settled(kind, options))
+    apart = conflicts(kind, options)
     model = network()
     try:
         optimizer, natural = made(kind, model, options)
@@ -279,10 +324,12 @@ def try_set(
 def choices(kind: str) -> set[tuple[str, str]]:
     """Every word that some set of arguments must have worked with."""
     found = {(n, repr(v)) for n in names(kind) for v in LEGAL.get(n, [])}
-    found |= {("refresh", part) for part in [*PARTS][:4]} | {("comm", "CommOptions")}
-    fields = {n: f for part in PARTS.values() for n, f in part.items()}
-    words = {n: f[0] for n, f in fields.items() if not isinstance(f, str)}
-    return found | {(n, repr(v)) for n, legal in words.items() for v in legal}
+    for name in names(kind):
+        for part, fields in PARTS.get(name, {}).items():
+            found.add((name, part))
+            words = {n: f[0] for n, f in fields.items() if not isinstance(f, str)}
+            found |= {(n, repr(v)) for n, legal in words.items() for v in legal}
+    return found
 
 
 # -- many ------------------------------------------------------------------------------
@@ -312,8 +359,7 @@ def unworkable(kind: str) -> list[tuple[str, str]]:
     worked, source = Counter[Any](), random.Random(0)
     known = names(kind)
     for name, word in sorted(choices(kind)):
-        owner = name if name in known else "refresh"
-        owner = "comm" if name in PARTS["CommOptions"] else owner
+        owner = _owner(name, word, known)
         others = [n for n in known if n != owner]
         for _ in range(300):
             if (name, word) in worked:
@@ -321,6 +367,19 @@ def unworkable(kind: str) -> list[tuple[str, str]]:
             chosen = [owner, *source.sample(others, source.randint(0, 6))]
             try_set(kind, chosen, source, worked, odd=0.0)
     return sorted(choices(kind) - worked.keys())
+
+
+def _owner(name: str, word: str, known: list[str]) -> str:
+    """The option that a word is of: itself, or the part that has such a field."""
+    if (name in PARTS and word in PARTS[name]) or (name in known and name not in PARTS):
+        return name
+    return next(
+        option
+        for option in known
+        for fields in PARTS.get(option, {}).values()
+        if name in fields and not isinstance(fields[name], str)
+        if word in map(repr, fields[name][0])
+    )
 
 
 def drawn(

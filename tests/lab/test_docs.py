@@ -1,6 +1,7 @@
 """The pages build without a warning, their code runs, and what they name exists."""
 
 import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -265,10 +266,14 @@ def test_every_public_name_is_in_the_reference(built: Path) -> None:
     missing = [
         name
         for name, value in names.items()
-        # a second name of what is documented under its first is enough
-        if name not in documented and not any(value is other for other in shown)
+        # a second name of what is documented under its first is enough; what overrides
+        # a method and has no text of its own is explained where that is declared
+        if name not in documented
+        and getattr(value, "__name__", "") not in documented
+        and not any(value is other for other in shown)
+        and (inspect.getdoc(value) is None or value.__doc__)
     ]
-    assert missing == []
+    assert not missing, "\n".join(missing)
 
 
 @pytest.mark.slow

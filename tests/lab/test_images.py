@@ -379,8 +379,8 @@ class Two:
 
 
 def test_ranks_share_the_reading_for_the_mean(root: Path) -> None:
-    (kept,) = (root / "imagenet").glob("mean-*.npy")
     loaded = data.load("imagenet", root)
+    (kept,) = (root / "imagenet").glob("mean-*.npy")
     assert isinstance(loaded.train, ImageSplit)
     images = loaded.train.fetch(torch.arange(6))[0].double()
     (root / "imagenet" / kept.name).unlink()

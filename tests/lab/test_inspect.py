@@ -381,7 +381,7 @@ def test_a_layer_that_never_settles_is_flagged_alone() -> None:
         optimizer,
         lambda step: net(2.0 if step % 2 else 0.5),
         refresh=natgrad.Adaptive(tolerance=0.1),
-        decay=0.0,
+        factor_decay=0.0,
         damping=0.1,
     )
     (flag,) = [f for f in find_flags(records) if "at every step" in f.title]

@@ -26,7 +26,7 @@ from natgrad_lab.train.records import read_metrics
 METHODS = {
     "kfac": OptimizerConfig(kfac=True, lr=0.1),
     "spngd": OptimizerConfig(name="spngd", lr=0.03),
-    "polar": OptimizerConfig(name="polar", lr=0.05),
+    "polar": OptimizerConfig(name="polar", lr=0.1),
 }
 
 

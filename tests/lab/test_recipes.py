@@ -55,7 +55,7 @@ def test_polar_s_recipes_have_its_defaults(name: str) -> None:
     found, wanted = options_of(config, examples=100), natgrad.Polar.defaults
     assert callable(found.damping)
     assert found.damping(0) == wanted.damping
-    same = replace(found, damping=wanted.damping, lr=None, comm=wanted.comm)
+    same = replace(found, damping=wanted.damping, lr=wanted.lr, comm=wanted.comm)
     assert same == wanted
 
 

@@ -18,11 +18,11 @@ import natgrad
 from natgrad.distributed import watchdog
 
 RULES: dict[str, dict[str, Any]] = {
-    "eigen": {"damping_style": "eigen"},
-    "factored": {"damping_style": "factored"},
-    "corrected": {"scale": "corrected", "damping_style": "eigen"},
-    "adaptive": {"scale": "adaptive"},
-    "orthogonal": {"scale": "orthogonal", "damping_style": "relative"},
+    "eigen": {"rule": natgrad.Kronecker(style="eigen")},
+    "factored": {"rule": natgrad.Kronecker(style="factored")},
+    "corrected": {"rule": natgrad.EKFAC()},
+    "adaptive": {"rule": natgrad.EigenAdam()},
+    "orthogonal": {"rule": natgrad.Orthogonal()},
 }
 METHODS = ("spngd", "polar", "kfac", "kfac ddp")
 """Each reduces gradients itself, or leaves them to DDP: "spngd ddp" as well."""

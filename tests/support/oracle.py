@@ -117,7 +117,7 @@ def _example(
     gradient = as_stack(modules[0], own)
     if isinstance(modules[0], NORMS):
         return Example(inputs=x, outputs=x, gradient=gradient)
-    uses = [_use(m, a, g) for (m, a, _), g in zip(calls, outputs, strict=True)]
+    uses = [use_of(m, a, g) for (m, a, _), g in zip(calls, outputs, strict=True)]
     inputs, grads_out = (torch.cat(part, 1) for part in zip(*uses, strict=True))
     return Example(inputs=inputs.detach(), outputs=grads_out, gradient=gradient)
 
@@ -143,7 +143,7 @@ def as_stack(module: nn.Module, tensors: list[Tensor]) -> Tensor:
     return torch.cat([stack, *columns], 2)
 
 
-def _use(module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def use_of(module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs ``(s, t, n)`` and output gradients ``(s, t, m)`` of one call."""
     if isinstance(module, CONVOLUTIONS):
         inputs = patches(module, a)

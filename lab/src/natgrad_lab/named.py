@@ -23,6 +23,7 @@ from natgrad import (
     LayerTrust,
     MuonLength,
     Orthogonal,
+    Paced,
     Plain,
     Refresh,
     Rescaled,
@@ -62,7 +63,8 @@ def changed(start: Any, kinds: Kinds, name: str | None, **settings: Any) -> Any:
 
 def timed(start: Refresh, statistics: int | None, inverses: int | None) -> Every:
     """`Every` with these intervals; what is None is as in the defaults, or 1."""
-    known = start if isinstance(start, Every) else Every()
+    policy = start.policy if isinstance(start, Paced) else start
+    known = policy if isinstance(policy, Every) else Every()
     return dataclasses.replace(known, **given(statistics=statistics, inverses=inverses))
 
 

@@ -67,10 +67,15 @@ class Every(Refresh):
 
     Each is a number >= 1 or a function from the step to such a number (update
     decoupling and decay: Pauloski et al., section V-C).
+
+    With ``early`` the first inverses do not last that long: an inverse of step t lasts
+    max(t, ``statistics``) steps, up to ``inverses``. Curvature changes most at
+    first, and this costs a handful of inversions in all.
     """
 
     statistics: Interval = 1
     inverses: Interval = 1
+    early: bool = False
 
     def __post_init__(self) -> None:
         for name in ("statistics", "inverses"):
@@ -82,7 +87,11 @@ class Every(Refresh):
         return step + _interval_at("statistics", self.statistics, step)
 
     def after_inverse(self, step: int, timing: Timing) -> int:
-        return step + _interval_at("inverses", self.inverses, step)
+        interval = _interval_at("inverses", self.inverses, step)
+        if self.early:
+            least = _interval_at("statistics", self.statistics, step)
+            interval = min(interval, max(least, step))
+        return step + interval
 
 
 @dataclass(frozen=True)

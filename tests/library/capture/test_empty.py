@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.construct import construct
 from tests.support.fleet import METHODS, Fleet
 from tests.support.world import run_world
 from torch import Tensor, nn
@@ -15,9 +16,9 @@ import natgrad
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "K-FAC": {},
-    "EKFAC": {"scale": "corrected"},
-    "adaptive": {"scale": "adaptive"},
-    "orthogonal": {"scale": "orthogonal"},
+    "EKFAC": {"rule": natgrad.EKFAC()},
+    "adaptive": {"rule": natgrad.EigenAdam()},
+    "orthogonal": {"rule": natgrad.Orthogonal()},
     "full norms": {"norm": "full"},
     "tokens": {"loss": "tokens"},
     "subsample": {"subsample": 2},
@@ -58,7 +59,7 @@ def train(kfac: natgrad.KFAC, model: nn.Module, batches: list[tuple[Tensor, Tens
 def made(model: nn.Module, lr: float = 0.1, **options: Any) -> natgrad.KFAC:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     chosen: dict[str, Any] = {"norm": "unit", "refresh": natgrad.Every(), **options}
-    return natgrad.KFAC(model, optimizer, **chosen)
+    return construct(natgrad.KFAC, model, optimizer, **chosen)
 
 
 def averages(kfac: natgrad.KFAC) -> dict[str, Tensor]:
@@ -126,7 +127,7 @@ def one_has_none(rank: int, method: str, options: dict[str, Any]) -> Any:
 def test_ranks_without_examples_take_part(method: str) -> None:
     options: dict[str, Any] = {"norm": "unit"} if method != "polar" else {}
     if method == "kfac ekfac":
-        method, options = "kfac", {"scale": "corrected"}
+        method, options = "kfac", {"rule": natgrad.EKFAC()}
     (flat, health), (other, _) = run_world(2, one_has_none, method, options)
     assert torch.equal(flat, other)
     assert bool(flat.isfinite().all())

@@ -10,11 +10,13 @@ from tests.support.fleet import METHODS, Fleet, network, outcome, quick
 from tests.support.world import run_world
 from torch import Tensor
 
+import natgrad
+
 KINDS = [m for m in METHODS if not m.endswith("ddp")]
 RULES: dict[str, dict[str, Any]] = {
     "K-FAC": {},
-    "EKFAC": {"scale": "corrected"},
-    "adaptive": {"scale": "adaptive"},
+    "EKFAC": {"rule": natgrad.EKFAC()},
+    "adaptive": {"rule": natgrad.EigenAdam()},
     "norms": {"norm": "full"},
 }
 

@@ -143,8 +143,8 @@ def test_a_paced_run_resumes_exactly() -> None:
 
 
 def test_defaults_follow_cost_and_what_is_given_is_obeyed() -> None:
-    with KFAC(mlp()) as kfac:
-        assert kfac.engine.options.refresh == Paced(Every(10, 100))
+    with KFAC(mlp(), length=natgrad.Free()) as kfac:
+        assert kfac.engine.options.refresh == Paced(Every(10, 100, early=True))
     with Polar(mlp(), lr=1.0) as polar:
         assert polar.engine.options.refresh == Paced(Every(5, 5))
     with Polar(mlp(), lr=1.0, refresh=Every(5, 5)) as given:
@@ -207,7 +207,7 @@ def test_a_quick_first_refresh_is_not_announced(
 
 
 def test_the_report_says_what_a_refresh_takes() -> None:
-    with KFAC(nn.Linear(2400, 3)) as kfac:
+    with KFAC(nn.Linear(2400, 3), length=natgrad.Free()) as kfac:
         (spec, _) = kfac.engine.block["model"].spec.statistics
         seconds = built_in_cost(torch.device("cpu"), "eigen", "kronecker").invert(spec)
         assert f"{seconds:.2g} s of it for model/A" in str(kfac)

@@ -66,6 +66,17 @@ def test_every_n_steps(statistics: int, inverses: int) -> None:
     assert set(clock.counts("inverted").values()) == {len(range(0, 13, inverses))}
 
 
+def test_early_inverses_last_as_long_as_the_training_before_them() -> None:
+    refresh = natgrad.Every(statistics=2, inverses=10, early=True)
+    steps, step = [0], 0
+    while step < 40:
+        step = refresh.after_inverse(step, Timing())
+        steps.append(step)
+    assert steps == [0, 2, 4, 8, 16, 26, 36, 46]
+    clock = run_policy(refresh, 13)
+    assert set(clock.counts("inverted").values()) == {len((0, 2, 4, 8))}
+
+
 def test_every_takes_functions_of_the_step() -> None:
     refresh = natgrad.Every(
         statistics=lambda step: 1 if step < 3 else 4,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.support.oracle import near
 from torch import Tensor, nn
 
 import natgrad
-from natgrad import KFAC, SPNGD, Every, Polar
+from natgrad import KFAC, SPNGD, Every, Free, Polar
 from natgrad.layers.table import TABLE
 
 
@@ -255,10 +256,10 @@ def test_a_model_that_is_frozen_has_nothing_to_fall_back_on() -> None:
         Polar(GCN().requires_grad_(False), lr=0.1)
 
 
-@pytest.mark.parametrize("make", [KFAC, SPNGD])
+@pytest.mark.parametrize("make", [partial(KFAC, length=Free()), partial(SPNGD, lr=0.1)])
 def test_the_others_refuse_it_and_say_what_to_do(make: Any) -> None:
     with pytest.raises(ValueError, match=r"GraphConv.*register_layer.*weight="):
-        make(GCN(), lr=0.1)
+        make(GCN())
 
 
 class Experts(nn.Module):

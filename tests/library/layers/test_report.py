@@ -121,12 +121,13 @@ def test_bytes_and_the_summary(style: Any) -> None:
     assert rows["0.weight"] == ["linear", "A 6, G 4", f"{8 * (21 + 10)} B"]
     assert rows["0.bias"] == ["linear", "A 6, G 4"]
     parameters = 6 * 4 + 5 * 3
-    first, second = kfac.report().splitlines()[-2:]
+    first, second, third = kfac.report().splitlines()[-3:]
     assert first.startswith(
         f"2 blocks, {parameters} of {parameters + 8} trained parameters preconditioned"
     )
     assert f"{8 * (21 + 10 + 15 + 6)} B of statistics" in first
     assert second == "8 parameters without a block keep their plain gradient."
+    assert third.startswith("Inverting all of them is expected to take")
     backward(model, 0)
     kfac.step()
     kept = [kfac.statistic(name) for name in kfac.refreshes()["statistics"]]

@@ -8,7 +8,17 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from natgrad import KFAC, SPNGD, Every, Free, Kronecker, Options, Polar, Refresh
+from natgrad import (
+    KFAC,
+    SPNGD,
+    Adaptive,
+    Every,
+    Free,
+    Kronecker,
+    Options,
+    Polar,
+    Refresh,
+)
 from natgrad_lab.errors import UserError
 from natgrad_lab.named import FALLBACKS, RULES, adaptive, changed, given, timed
 from natgrad_lab.simulate.work import Work, work_of
@@ -124,8 +134,8 @@ def _refresh(asked: Asked, start: Options) -> Refresh:
         return adaptive(start.refresh, None)
     if asked.refresh is None and times == (None, None):
         return start.refresh
-    usual = start.refresh if isinstance(start.refresh, Every) else Every(10, 10)
-    return timed(usual, *times)
+    timeless = isinstance(start.refresh, Adaptive)
+    return timed(Every(10, 10) if timeless else start.refresh, *times)
 
 
 def inverse_of(options: Options) -> str:

@@ -131,8 +131,9 @@ class OptimizerConfig:
     trust: bool = False
     """sgd, adamw, muon, soap: change each matrix by lr times its norm (a trust ratio);
     other parameters follow AdamW with rest_lr. With sgd this is LARS."""
-    weight_decay: float = 0.0
-    """Weight decay, as the optimizer defines it."""
+    weight_decay: float | None = None
+    """Weight decay, as the optimizer defines it. None: what spngd and polar have by
+    default, 0 for others."""
     decay: Literal["coupled", "decoupled", "rescaled"] | None = None
     """spngd, polar: how weight decay enters; rescaled also keeps conv and linear
     weights at norm sqrt(2 d_out) (Osawa et al. 2020, eq. 24). None: their default."""
@@ -150,7 +151,7 @@ class OptimizerConfig:
         momentum = self.usual_momentum
         require(0 <= momentum < 1, "optimizer.momentum", momentum, "in [0, 1)")
         require(0 <= self.beta2 < 1, "optimizer.beta2", self.beta2, "in [0, 1)")
-        decay = self.weight_decay
+        decay = self.usual_weight_decay
         require(decay >= 0, "optimizer.weight_decay", decay, ">= 0")
         rest = self.rest_lr
         require(rest is None or rest > 0, "optimizer.rest_lr", rest, "> 0 or none")
@@ -174,6 +175,11 @@ class OptimizerConfig:
     def usual_momentum(self) -> float:
         """Of the optimizers that have no default of their own."""
         return 0.9 if self.momentum is None else self.momentum
+
+    @property
+    def usual_weight_decay(self) -> float:
+        """Of the optimizers that have no default of their own."""
+        return 0.0 if self.weight_decay is None else self.weight_decay
 
     @property
     def label(self) -> str:
@@ -311,8 +317,7 @@ class RefreshConfig:
     def __post_init__(self) -> None:
         timed = {"statistics": self.statistics, "inverses": self.inverses}
         for name, value in timed.items():
-            ok = value is None or (value >= 1 and self.kind in (None, "every"))
-            require(ok, f"refresh.{name}", value, ">= 1, for refresh.kind every")
+            require(value is None or value >= 1, f"refresh.{name}", value, ">= 1")
         tolerance = self.tolerance
         ok = tolerance is None or 0 < tolerance < 1
         require(ok, "refresh.tolerance", tolerance, "in (0, 1)")

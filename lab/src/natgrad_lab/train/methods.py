@@ -167,18 +167,20 @@ def _sgd(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
         lr=c.lr,
         momentum=c.usual_momentum,
         nesterov=bool(c.nesterov),
-        weight_decay=c.weight_decay,
+        weight_decay=c.usual_weight_decay,
     )
 
 
 def _adamw(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
     betas = (c.usual_momentum, c.beta2)
-    return torch.optim.AdamW(params, lr=c.lr, betas=betas, weight_decay=c.weight_decay)
+    return torch.optim.AdamW(
+        params, lr=c.lr, betas=betas, weight_decay=c.usual_weight_decay
+    )
 
 
 def _muon(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
     return torch.optim.Muon(
-        params, lr=c.lr, momentum=c.usual_momentum, weight_decay=c.weight_decay
+        params, lr=c.lr, momentum=c.usual_momentum, weight_decay=c.usual_weight_decay
     )
 
 
@@ -187,7 +189,7 @@ def _soap(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
         params,
         lr=c.lr,
         betas=(c.usual_momentum, c.beta2),
-        weight_decay=c.weight_decay,
+        weight_decay=c.usual_weight_decay,
         precondition_frequency=c.interval,
     )
 
@@ -198,7 +200,7 @@ def _shampoo(params: Iterable[nn.Parameter], c: OptimizerConfig) -> Optimizer:
         params,
         lr=c.lr,
         momentum=c.usual_momentum,
-        weight_decay=c.weight_decay,
+        weight_decay=c.usual_weight_decay,
         preconditioning_compute_steps=c.interval,
     )
 

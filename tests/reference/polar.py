@@ -1,0 +1,120 @@
+"""Polar: Muon in coordinates that are whitened by the layer's inputs, on one process.
+
+For a layer with weight w (and bias), V the running average of its gradient with
+Nesterov's look-ahead, A the second moment of its inputs and a A's mean eigenvalue::
+
+    W W^T = (A + damping a I)^-1
+    U     = polar(V W) W^T
+    w    <- w - lr f |w0| U / |U|        w0 is the weight that training began with
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from tests.reference.muon import Adam, Mean
+from tests.reference.watched import Watched, watch
+from torch import Tensor, nn
+
+
+@dataclass
+class State:
+    """What is kept of one layer."""
+
+    start: Tensor
+    mean: Mean = field(default_factory=Mean)
+    factor: Tensor | None = None
+    root: Tensor = field(default_factory=lambda: torch.empty(0))
+    usual_square: float = 0.0
+
+
+# Each is the odd quintic that is nearest to 1 on the interval which the ones before it
+# have left of [1e-3, 1].
+QUINTICS = (
+    (8.386893124345951, -24.371310642828803, 17.726411655627892),
+    (4.143011984362455, -3.018617766934752, 0.5526501809738612),
+    (3.931188432778587, -2.874113397588836, 0.5367222643924116),
+    (3.2827976652058557, -2.416553706474269, 0.48653088918810883),
+    (2.2849749755036135, -1.632360155995662, 0.40306608698130825),
+    (1.8822789621966394, -1.2485297035731178, 0.3665558753113533),
+)
+
+
+def polar(x: Tensor) -> Tensor:
+    """``U V^T`` of ``x = U diag(sigma) V^T``, up to 2e-3 in the singular values."""
+    if x.shape[0] > x.shape[1]:
+        return polar(x.T).T
+    y = x / (x @ x.T).norm().sqrt()  # which bounds the largest singular value
+    for a, b, c in QUINTICS:
+        gram = y @ y.T
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return y
+
+
+class Polar:
+    """Whitened, orthogonalised updates at the norm that each weight began with."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float = 0.02,
+        momentum: float = 0.8,
+        weight_decay: float = 0.01,
+        damping: float = 1.0,
+        decay: float = 0.8,
+        every: int = 5,
+        rate: float = 0.2,
+        beta2: float = 0.999,
+        memory: float = 0.999,
+    ) -> None:
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.damping, self.decay, self.every = damping, decay, every
+        self.rate, self.beta2, self.memory = rate, beta2, memory
+        self.layers, self.rest = watch(model)
+        self.states = {n: State(x.matrix().norm()) for n, x in self.layers.items()}
+        self.adams = {name: Adam() for name in self.rest}
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Every layer, then what is no matrix at a fifth of the rate."""
+        for name, layer in self.layers.items():
+            state, gradient = self.states[name], layer.gradient()
+            if self.t % self.every == 0:
+                self.refresh(state, layer)
+            v = state.mean.add(gradient, self.momentum)
+            u = polar(v @ state.root) @ state.root.T
+            u *= self.length(state, gradient, v) / u.norm()
+            layer.parameters[0].mul_(1 - self.lr * self.weight_decay)
+            for p, x in layer.parts(u):
+                p -= self.lr * x
+        for name, p in self.rest.items():
+            assert p.grad is not None
+            u = self.adams[name].update(p.grad, self.momentum, self.beta2)
+            p -= self.lr * self.rate * u
+        self.t += 1
+
+    def refresh(self, state: State, layer: Watched) -> None:
+        """The running average of A, and a root of its damped inverse."""
+        new, old = layer.a.T @ layer.a / len(layer.a), state.factor
+        a = new if old is None else self.decay * old + (1 - self.decay) * new
+        identity = torch.eye(len(a), dtype=a.dtype)
+        damped = a + self.damping * a.diagonal().mean() * identity
+        state.factor = a
+        # any root will do: another differs by an orthogonal matrix
+        state.root = torch.linalg.inv(torch.linalg.cholesky(damped)).T
+
+    def length(self, state: State, gradient: Tensor, v: Tensor) -> Tensor:
+        """``f |w0|``: rows count as if they had a norm of at least 0.1.
+
+        f is 1 as long as |V| is at least half of what noise alone would leave of
+        gradients of the usual size, and falls with gradients that vanish.
+        """
+        kept = min(self.memory, self.t / (self.t + 1))
+        square = float(gradient.square().sum())
+        state.usual_square = kept * state.usual_square + (1 - kept) * square
+        m = self.momentum
+        noise = (1 - m) * math.sqrt((1 + m) ** 2 + m**4 / (1 - m**2))
+        f = (v.norm() / (0.5 * noise * math.sqrt(state.usual_square))).clamp(max=1.0)
+        return f * state.start.clamp_min(0.1 * math.sqrt(len(v)))
