@@ -97,10 +97,9 @@ class KFAC(Inspectable):
             grad_scaler=grad_scaler,
             groups=parts,
             optimizer=optimizer,
+            follows_ddp=True,
         )
         self._handles: list[Any] = []
-        if self.engine.own_gradients:
-            self.engine.capture.on_forward = self.engine.look_for_ddp
         if optimizer is not None:
             # also inside a compiled optimizer.step
             handle = optimizer.register_step_pre_hook(as_written(self._before_step))

@@ -1,4 +1,4 @@
-"""Which forwards one loss is of, and over how many terms it is.
+"""Which forwards one loss is of, over how many terms it is, and what they have left.
 
 Note [Micro-batches]
 A micro-batch is what one loss is of: mostly one forward of the model. Several forwards
@@ -20,13 +20,21 @@ import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import EllipsisType
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from natgrad.layers import Block
+from natgrad.layers import Block, Observed
+from natgrad.math.packing import flatten, trace
+
+Rows = slice | EllipsisType
+Use = Literal["learned", "asked"]
+"""A backward whose gradients are kept, or one that asks for them by name."""
+POSITION_KINDS = ("A",)
+"""Statistics averaged over positions; all others are averaged over examples."""
 
 
 class Token:
@@ -49,10 +57,10 @@ class Forward:
         is_expected: whether its backward counts, whatever layers are due.
     """
 
-    arguments: Counter[int] = field(default_factory=lambda: Counter[int]())
-    lists: set[int] = field(default_factory=lambda: set[int]())
+    arguments: Counter[int] = field(default_factory=Counter[int])
+    lists: set[int] = field(default_factory=set[int])
     output: tuple[int, ...] = ()
-    layers: Counter[int] = field(default_factory=lambda: Counter[int]())
+    layers: Counter[int] = field(default_factory=Counter[int])
     last: tuple[int, int, int] = (0, 1, -1)
     batch: "MicroBatch | None" = None
     is_aside: bool = False
@@ -212,6 +220,133 @@ class Forwards:
         if not self._warned:
             warnings.warn(message, stacklevel=2)
         self._warned = True
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One forward of one layer that waits for its backward.
+
+    ``rows`` are the examples looked at, ``scale`` how many each stands for.
+    """
+
+    block: Block
+    module: nn.Module
+    want: tuple[str, ...]
+    forward: Forward
+    token: Token
+    rows: Rows
+    scale: float
+    observed: Observed
+    inputs: Tensor | None = None
+    done: bool = False
+    asked: bool = False
+
+    def finish(self) -> None:
+        """Let tensors go: the graph may outlive the backward (of a loss in a log)."""
+        self.observed, self.inputs, self.done = Observed(), None, True
+
+
+@dataclass(kw_only=True)
+class Captured:
+    """The raw sums of a step, by statistic name, with what they are divided by.
+
+    ``step_terms`` are those of the whole step's loss, if a user has given them.
+    """
+
+    sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    calls: dict[str, int] = field(default_factory=dict[str, int])
+    positions: dict[str, int] = field(default_factory=dict[str, int])
+    batches: list[MicroBatch] = field(default_factory=list[MicroBatch])
+    step_terms: int | None = None
+
+    @property
+    def forwards(self) -> int:
+        """How many micro-batches the loss was divided by."""
+        seen = len(self.batches)
+        return min(seen, 1) if self.step_terms else seen
+
+    def count(self, name: str) -> int:
+        """How many terms a statistic's mean is over, on this rank.
+
+        For a statistic of examples these are the terms of the loss: all of them, also
+        of a micro-batch in which the layer did not run and so has no gradient.
+        """
+        if name.rpartition("/")[2] in POSITION_KINDS:
+            return self.positions.get(name, 0)
+        if self.step_terms and self.batches:
+            return self.step_terms
+        return sum(batch.terms for batch in self.batches)
+
+    def learn(self, batch: MicroBatch) -> None:
+        """Count a micro-batch, once."""
+        if not any(batch is known for known in self.batches):
+            self.batches.append(batch)
+
+    def add(self, name: str, moment: Tensor, positions: int) -> None:
+        """Let a statistic's sum grow; the moment is kept and may be written to."""
+        if name in self.sums:
+            self.sums[name].add_(moment)
+        else:
+            self.sums[name] = moment
+        if name.rpartition("/")[2] in POSITION_KINDS:
+            self.positions[name] = self.positions.get(name, 0) + positions
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+
+class Sink(Protocol):
+    """Where sums go before the step, while the backward still runs."""
+
+    def grown(self, name: str, captured: Captured) -> None:
+        """A statistic's sum has grown; it may be taken out, and sent."""
+        ...
+
+    def abandon(self) -> None:
+        """The captures of this step are dropped, because it was skipped."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Armed:
+    """What the forwards and backwards of the coming step are to give.
+
+    Attributes:
+        step: its number, from which subsampling draws.
+        due: names of the statistics to estimate, in one order on all ranks.
+        bases: the eigenbases, right and left, that an S is to be estimated in, by block
+            name; a block without has none yet.
+        sink: who is told of sums that grow; None if nothing leaves before the step.
+    """
+
+    step: int = 0
+    due: tuple[str, ...] = ()
+    bases: Mapping[str, tuple[Tensor, Tensor]] = field(
+        default_factory=dict[str, tuple[Tensor, Tensor]]
+    )
+    sink: Sink | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """The sums of the due statistics of a step.
+
+    Attributes:
+        packed: over all ranks, of the statistics that this rank owns, by name.
+        traces: of this rank's own sums, of all due statistics, in one order.
+    """
+
+    packed: dict[str, Tensor]
+    traces: dict[str, Tensor]
+
+
+def packed(captured: Captured, due: Iterable[str], like: Tensor) -> Sums:
+    """The sums of one process, which owns all statistics."""
+    sums = Sums(packed={}, traces={})
+    for name in due:
+        x = captured.sums.pop(name, None)
+        sums.traces[name] = like.new_zeros(()) if x is None else trace(x)
+        if x is not None:
+            sums.packed[name] = flatten(x)
+    return sums
 
 
 def _waits(forward: Forward) -> bool:

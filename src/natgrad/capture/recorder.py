@@ -36,10 +36,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.capture.autograd import Sentinel, accumulates, backward_id
-from natgrad.capture.captured import POSITION_KINDS, Call, Captured, Rows, Use
-from natgrad.capture.forwards import Forward, Forwards, MicroBatch
-from natgrad.capture.hooks import Hooks
+from natgrad.capture.forwards import (
+    POSITION_KINDS,
+    Armed,
+    Call,
+    Captured,
+    Forward,
+    Forwards,
+    MicroBatch,
+    Rows,
+    Use,
+)
+from natgrad.capture.hooks import Hooks, Sentinel, accumulates, backward_id
 from natgrad.diagnostics.timer import Meter
 from natgrad.layers import Block, Observed
 from natgrad.math.statistics import widen
@@ -50,11 +58,7 @@ class Capture:
     """The hooks on a model's blocks and the sums they have made since `take`.
 
     Attributes:
-        step: the number of the step, from which subsampling draws.
-        on_forward: called before a forward that is to be captured.
-        bases: says in which eigenbases a block's S is to be estimated, if any.
-        on_growth: called with a statistic's name each time its sum has grown.
-        on_abandon: called when a step's captures are dropped because it was skipped.
+        armed: what it looks for.
     """
 
     def __init__(
@@ -64,19 +68,15 @@ class Capture:
         *,
         loss: str,
         sampled: bool,
-        subsample: int | None = 1,
-        world: int = 1,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        meter: Meter | None = None,
+        subsample: int | None,
+        world: int,
+        grad_scaler: torch.amp.GradScaler | None,
+        meter: Meter,
+        before_forward: Callable[[], None],
     ) -> None:
-        self._due: frozenset[str] = frozenset()
+        self.armed, self._due = Armed(), frozenset[str]()
         self._needs_terms = False
-        self.step = 0
-        self.on_forward: Callable[[], None] | None = None
-        self.on_growth: Callable[[str], None] | None = None
-        self.bases: Callable[[Block], tuple[Tensor, Tensor] | None] = lambda _: None
-        self.on_abandon: Callable[[], None] | None = None
-        self.fired: set[str] = set()
+        self._before_forward = before_forward
         self._model = model
         self._loss = loss
         self._sampled = sampled
@@ -92,22 +92,17 @@ class Capture:
         self._terms_used = False
         self._sentinel = Sentinel()
         self._captured, self._asked = Captured(), Captured()
-        self.meter = meter or Meter(torch.device("cpu"))
+        self.meter = meter
         calls = self._begin_forward, self._after_model, self._after_forward
         self._hooks = Hooks(model, blocks, *calls)
         weakref.finalize(self, self._hooks.close).atexit = False
 
-    @property
-    def due(self) -> frozenset[str]:
-        """Names of the statistics to estimate; set by the owner before a forward."""
-        return self._due
-
-    @due.setter
-    def due(self, names: frozenset[str]) -> None:
-        self._due = names
-        kinds = {name.rpartition("/")[2] for name in names}
+    def arm(self, armed: Armed) -> None:
+        """Look for this from the next forward on."""
+        self.armed, self._due = armed, frozenset(armed.due)
+        kinds = {name.rpartition("/")[2] for name in armed.due}
         self._needs_terms = not kinds.issubset(POSITION_KINDS)
-        self._hooks.watch(bool(names))
+        self._hooks.watch(bool(armed.due))
 
     @property
     def current(self) -> Captured:
@@ -167,8 +162,7 @@ class Capture:
     def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._listens:
             return
-        if self.on_forward is not None:
-            self.on_forward()
+        self._before_forward()
         self._count_forward().call(args, kwargs)
 
     def _count_forward(self) -> Forward:
@@ -196,8 +190,8 @@ class Capture:
         self.take()
         self._terms = coming
         self._captured.step_terms = coming if whole else None
-        if self.on_abandon is not None:
-            self.on_abandon()
+        if self.armed.sink is not None:
+            self.armed.sink.abandon()
 
     def _after_forward(
         self,
@@ -218,7 +212,7 @@ class Capture:
             self._count_forward()
         forward = self._forwards.current
         forward.passes(block, module, output)
-        want = tuple(s.kind for s in block.spec.statistics if s.name in self.due)
+        want = tuple(s.kind for s in block.spec.statistics if s.name in self._due)
         if not want or not block.is_trained or block.bias_has_changed:
             self._expect_backward(forward, block, output)
             return
@@ -261,12 +255,12 @@ class Capture:
             return whole
         # From step and micro-batch alone: alike on all ranks and after a restart.
         before = len(self._captured.batches)
-        start = random.Random(f"{self.step}/{before}").randrange(stride)
+        start = random.Random(f"{self.armed.step}/{before}").randrange(stride)
         return slice(start, None, stride), len(x) / len(range(start, len(x), stride))
 
     def _expect_backward(self, forward: Forward, block: Block, output: Tensor) -> None:
         """Count a micro-batch in which, so far, no layer with a due statistic ran."""
-        if not self.due or forward.is_expected:
+        if not self._due or forward.is_expected:
             return
         forward.is_expected = True
 
@@ -330,7 +324,7 @@ class Capture:
 
     def _zeros(self, call: Call) -> dict[str, Tensor]:
         """What an empty batch adds to every sum."""
-        has_bases = call.inputs is not None and self.bases(call.block) is not None
+        has_bases = call.inputs is not None and call.block.name in self.armed.bases
         like = widen(call.block.parameters[0])
         return {
             s.kind: like.new_zeros(s.stack, *[s.size] * (2 - s.diagonal))
@@ -340,7 +334,7 @@ class Capture:
 
     def _scale_moment(self, call: Call, g: Tensor) -> dict[str, Tensor]:
         """S, in steps that estimate it and when there are bases to have it in."""
-        bases = self.bases(call.block) if call.inputs is not None else None
+        bases = self.armed.bases.get(call.block.name)
         if bases is None or call.inputs is None or call.block.kind is None:
             return {}
         inputs, outputs = call.inputs, g.detach()[call.rows]
@@ -382,7 +376,6 @@ class Capture:
                 self._sentinel.watch(call.block.parameters[0])
         for kind, whole in (kept | moments).items():
             name, moment = f"{call.block.name}/{kind}", call.block.in_parts(kind, whole)
-            self.fired.add(name)
             into.add(name, moment, observed.positions)
-            if self.on_growth is not None and into is self._captured:
-                self.on_growth(name)
+            if self.armed.sink is not None and into is self._captured:
+                self.armed.sink.grown(name, into)

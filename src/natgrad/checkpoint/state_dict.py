@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from natgrad.factors import state as saved_state
-from natgrad.layers.registration import statistics_like
 from natgrad.math.statistics import widen
 
 if TYPE_CHECKING:
@@ -42,17 +43,13 @@ def load(engine: "Machinery", state: Mapping[str, Any]) -> None:
         statistics.account.load_state_dict(state["budget"])
 
 
-def convert(engine: "Machinery") -> bool:
+def convert(engine: "Machinery", like: Tensor) -> None:
     """Take all that is kept to the dtype and device that the parameters have now.
 
-    Returns whether those have changed, by ``model.double()`` or ``model.to(...)``, say.
+    They have changed by ``model.double()`` or ``model.to(...)``, say.
     """
-    like, old = statistics_like(engine.blocks), engine.like
-    if (like.dtype, like.device) == (old.dtype, old.device):
-        return False
     to = f"{like.dtype}, {like.device.type}"
     engine.comm.meet(f"model.to({to}) in step {engine.step}")
     state = save(engine)
     engine.like = engine.statistics.like = like
     load(engine, state)
-    return True

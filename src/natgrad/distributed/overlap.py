@@ -10,12 +10,12 @@ has accumulated it as often as in the last step. If more of a statistic comes af
 parts. Gradients are sent anew, as they may have been replaced.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from natgrad.capture.captured import Captured
+from natgrad.capture.forwards import Captured, Sums
 from natgrad.distributed.communicator import Communicator, Flight
 from natgrad.layers import Block
 from natgrad.math.packing import flatten, trace
@@ -35,27 +35,38 @@ class Outbox:
         *,
         early: bool = True,
     ) -> None:
-        overlap = comm.options.overlap and comm.world > 1
-        self.sums = StatisticsOutbox(comm, like, overlap)
+        overlap = comm.options.overlap
+        self._sums = StatisticsOutbox(comm, like, overlap)
         self.gradients: GradientOutbox | None = None
         if blocks is not None:
             self.gradients = GradientOutbox(comm, like, blocks, overlap and early)
 
-    def open(self, names: Sequence[str]) -> None:
-        """Begin a step that estimates these statistics."""
-        self.sums.open(names)
+    def open(self, names: Sequence[str], expected: Mapping[str, int]) -> None:
+        """Begin a step that estimates these statistics.
+
+        ``expected`` is how often each grew when it was last estimated.
+        """
+        self._sums.open(names, expected)
         if self.gradients is not None:
             self.gradients.open()
 
+    def grown(self, name: str, captured: Captured) -> None:
+        """A statistic's sum has grown; send it if that was the last part."""
+        self._sums.grown(name, captured)
+
+    def finish(self, captured: Captured) -> Sums:
+        """Send what is left of the sums of statistics, and wait."""
+        return self._sums.finish(captured)
+
     def abandon(self) -> None:
         """Throw away what was sent of a step that never came to its end."""
-        self.sums.abandon()
+        self._sums.abandon()
         if self.gradients is not None:
             self.gradients.abandon()
 
     def settle(self) -> None:
         """Let what was begun on all ranks come to its end; nothing of it is kept."""
-        for flight in (self.sums.flight, self.gradients and self.gradients.flight):
+        for flight in (self._sums.flight, self.gradients and self.gradients.flight):
             if flight is not None and not flight.finished:
                 flight.finish()
 
@@ -66,61 +77,54 @@ class Outbox:
 
 
 class StatisticsOutbox:
-    """Sends the sums of due statistics to their owners.
-
-    ``expected`` is how often each grew when it was last estimated. It decides in which
-    parts a sum is sent, so it is saved: a resumed run then rounds in the same way.
-    """
+    """Sends the sums of due statistics to their owners."""
 
     def __init__(self, comm: Communicator, like: Tensor, overlap: bool) -> None:
         self._comm, self._like, self._overlap = comm, like, overlap
-        self.expected: dict[str, int] = {}
+        self._expected: Mapping[str, int] = {}
         self.flight: Flight | None = None
         self._names: list[str] = []
-        self.traces: dict[str, Tensor] = {}
+        self._traces: dict[str, Tensor] = {}
 
-    def open(self, names: Sequence[str]) -> None:
+    def open(self, names: Sequence[str], expected: Mapping[str, int]) -> None:
         """Begin a step that estimates these statistics."""
-        self._names, self.traces = list(names), {}
-        if self._comm.world > 1:
-            self.flight = self._comm.begin(
-                "reduce_statistics",
-                # a backward reaches the last layers first
-                reversed(self._names),
-                self._like.dtype,
-                self._like.device,
-            )
+        self._names, self._expected, self._traces = list(names), expected, {}
+        self.flight = self._comm.begin(
+            "reduce_statistics",
+            # a backward reaches the last layers first
+            reversed(self._names),
+            self._like.dtype,
+            self._like.device,
+        )
 
     def grown(self, name: str, captured: Captured) -> None:
         """A statistic's sum has grown; send it if that was the last part."""
-        complete = captured.calls[name] >= self.expected.get(name, 1)
+        complete = captured.calls[name] >= self._expected.get(name, 1)
         if self._overlap and complete:
             self._send(name, captured.sums.pop(name))
 
-    def finish(self, captured: Captured) -> dict[str, Tensor]:
+    def finish(self, captured: Captured) -> Sums:
         """Send what is left; returns the packed sums of owned statistics."""
-        kept: dict[str, Tensor] = {}
         for name in self._names:
             if name in captured.sums:
-                kept[name] = self._send(name, captured.sums.pop(name))
+                self._send(name, captured.sums.pop(name))
+        assert self.flight is not None
         # in one order on all ranks, whatever ran here and when it was sent
         zero = self._like.new_zeros(())
-        self.traces = {name: self.traces.get(name, zero) for name in self._names}
-        self.expected |= captured.calls
-        return kept if self.flight is None else self.flight.finish()
+        traces = {name: self._traces.get(name, zero) for name in self._names}
+        return Sums(packed=self.flight.finish(), traces=traces)
 
     def abandon(self) -> None:
         """Throw away what was sent of a step that never came to its end."""
         if self.flight is not None:
             self.flight.finish()
-        self.open(self._names)
+        self.open(self._names, self._expected)
 
-    def _send(self, name: str, x: Tensor) -> Tensor:
-        part, flat = trace(x), flatten(x)
-        self.traces[name] = self.traces[name] + part if name in self.traces else part
-        if self.flight is not None:
-            self.flight.put(name, flat)
-        return flat
+    def _send(self, name: str, x: Tensor) -> None:
+        part, traces = trace(x), self._traces
+        traces[name] = traces[name] + part if name in traces else part
+        assert self.flight is not None
+        self.flight.put(name, flatten(x))
 
 
 class GradientOutbox:

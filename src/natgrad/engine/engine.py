@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from natgrad.capture.captured import Captured
+from natgrad.capture.forwards import Captured, Sums, packed
 from natgrad.capture.sampling import differentiate, sampled_loss
 from natgrad.diagnostics.timer import metered
 from natgrad.distributed.communicator import (
@@ -39,7 +39,7 @@ class Engine(Machinery):
             overflow = update.begin()
             captured, sums = self.reduce_statistics()
             gradients = self.reduce_gradients()
-            verdict = self.agree(captured, overflow)
+            verdict = self.agree(captured, sums, gradients, overflow)
             if not verdict.finite:
                 self.skip_step(overflow=update.skipped(overflow))
                 return False
@@ -48,18 +48,21 @@ class Engine(Machinery):
             moving = {n: g for n, g in gradients.items() if n not in waiting}
             given = update.directions(moving)
             updates = self.precondition(given, late=True)
-            self.refresh(sums, verdict, gradients)
+            self.refresh(sums.packed, verdict, gradients)
             self.references.begin(self.blocks, self.like)
             updates |= self.precondition(given)
             updates, clips = self.measured(updates, given, update)
             present = verdict.present - waiting
             update.write(Updates(updates, clips, present, waiting))
-            self.end()
+            self.end(captured)
         return True
 
     @contextmanager
     def attempt(self) -> Generator[None]:
-        """A step. What it raises leaves the next step able to begin."""
+        """A step. However it ends, capture is armed for the next one.
+
+        Unless ranks have lost each other: no step can begin any more.
+        """
         self.require_open()
         # not rounded as a forward's products may be
         exact = torch.autocast(self.like.device.type, enabled=False)
@@ -71,47 +74,60 @@ class Engine(Machinery):
                 yield
         except BaseException as error:
             if not isinstance(error, CommError) and self.comm.fail(error):
-                self._begin_again()
+                self._void()
+                self.arm()
             raise
+        self.arm()
 
     @metered("reduce")
-    def reduce_statistics(self) -> tuple[Captured, dict[str, Tensor]]:
-        """Packed sums over all ranks of the due statistics that this rank owns."""
+    def reduce_statistics(self) -> tuple[Captured, Sums]:
+        """What was captured, and sums over all ranks of what this rank owns."""
+        due = self.capture.armed.due
         if self.auto is not None:
-            self.auto.stop(due=bool(self.capture.due))
+            self.auto.stop(due=bool(due))
         captured = self.capture.take()
-        return captured, self._outbox.sums.finish(captured)
+        self.calls |= captured.calls
+        if self._outbox is None:
+            return captured, packed(captured, due, self.like)
+        return captured, self._outbox.finish(captured)
 
     @metered("gradients")
     def reduce_gradients(self) -> dict[str, Tensor]:
         """Mean gradients ``(s, m, n)`` of the blocks that this rank works on."""
-        self._reduced = []
-        if self._outbox.gradients is None:
+        if self._outbox is None or self._outbox.gradients is None:
             rank, workers = self.comm.rank, self.plan.workers
             mine = [b for b in self.blocks if rank in workers[b.name]]
             local = {b.name: b.gradient() for b in mine}
             return {name: g for name, g in local.items() if g is not None}
         means = self._outbox.gradients.finish()
-        self._reduced = list(means.values())
         return {
             name: flat.div_(self.comm.world).reshape(shape_of(self.block[name]))
             for name, flat in means.items()
         }
 
-    def agree(self, captured: Captured, overflow: Tensor | None = None) -> Verdict:
+    def agree(
+        self,
+        captured: Captured,
+        sums: Sums,
+        gradients: dict[str, Tensor],
+        overflow: Tensor | None,
+    ) -> Verdict:
         """What all ranks know alike. See Note [One decision on all ranks]."""
         held = {b.name: b.has_gradient for b in self.blocks}
+        means = [*gradients.values()] if self.own_gradients else []
+        alone = self.comm.world == 1
         verdict = reach_verdict(
             self.comm,
-            norm=gradient_norm(self.blocks, self._reduced, self.like, overflow),
+            norm=gradient_norm(self.blocks, means, self.like, overflow),
             blocks=held,
-            traces=self._outbox.sums.traces,
+            traces=sums.traces,
             captured=captured,
-            digests=self._replicas.digests(self.step, self.comm),
+            digests=() if alone else self._replicas.digests(self.step, self.comm),
             facts=self.statistics.facts(),
         )
-        ddp = not self.own_gradients
-        self._replicas.require(self.step, verdict, held if ddp else None, self.comm)
+        if not alone:
+            ddp = not self.own_gradients
+            self._replicas.require(self.step, verdict, held if ddp else None, self.comm)
         return verdict
 
     @metered("refresh")
@@ -206,22 +222,22 @@ class Engine(Machinery):
             for name, flat in flight.finish().items()
         }
 
-    def end(self) -> None:
-        """Count the step and tell the hooks what the next one estimates."""
+    def end(self, captured: Captured) -> None:
+        """Count the step."""
         if self.step == 0:
-            warn_silent(self.blocks, self.capture.fired, self.options)
+            warn_silent(self.blocks, set(captured.calls), self.options)
         if self.probe is not None:
             self.probe.finish()
         if self.comm.rank == 0:
             self.references.watch(self.step, self.blocks, self.like)
         self.preconditioner.stacks.forget()
         self.statistics.step += 1
-        self.comm.end_step()
+        if self.comm.world > 1:
+            self.comm.end_step()
         if self.gathered:
             self._release()
         if self._planning.measures:
             self._replan()
-        self.begin()
 
     def skip_step(self, *, overflow: bool = False) -> None:
         """Leave everything as it was: a gradient is not finite on some rank."""
@@ -235,7 +251,6 @@ class Engine(Machinery):
             )
         for p in (p for b in self.blocks if not b.is_foreign for p in b.parameters):
             p.grad = None
-        self.begin()
 
     def sampled_backward(
         self, outputs: Tensor, likelihood: str, targets: Tensor | None
@@ -247,6 +262,6 @@ class Engine(Machinery):
                 f"fisher={self.options.fisher!r}."
             )
         loss = sampled_loss(outputs, likelihood, targets, self.options.loss)
-        if self.capture.due:
+        if self.capture.armed.due:
             with self.meter("sampled"), self.capture.sampling():
                 differentiate(loss, self.blocks)

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from natgrad.capture.forwards import Armed
 from natgrad.capture.hooks import require_unwatched
 from natgrad.capture.recorder import Capture
 from natgrad.capture.unwrap import inside_ddp, unwrap
@@ -42,7 +43,8 @@ class Machinery:
 
     ``groups`` has the parts of the update by the ids of the parameters to train, if
     they are not all the same; ``optimizer`` the parameter groups.
-    ``agrees_on_overflow``: see Note [Agreed overflow].
+    ``agrees_on_overflow``: see Note [Agreed overflow]. ``follows_ddp``: whether the
+    model may be wrapped in DDP after this is made, which then averages gradients.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Machinery:
         groups: Groups | None = None,
         optimizer: Optimizer | None = None,
         agrees_on_overflow: bool = False,
+        follows_ddp: bool = False,
     ) -> None:
         self.options = options
         group = options.group
@@ -61,7 +64,6 @@ class Machinery:
         self.closed = False
         self.gathered = self._warned = False
         self.probe: Probe | None = None
-        self._reduced: list[Tensor] = []
         self.before_replan: list[Callable[[], None]] = []
         self.model, ddp = unwrap(model)
         self.blocks = register(self.model, options, groups)
@@ -113,43 +115,48 @@ class Machinery:
             world=self.comm.world,
             grad_scaler=grad_scaler,
             meter=self.meter,
+            before_forward=self._before_forward,
         )
-        self.capture.bases = self.preconditioner.bases_for_capture
-        self._outbox = self._open_outbox()
-        self.capture.on_growth = lambda name: self._outbox.sums.grown(
-            name, self.capture.current
-        )
-        self.capture.on_abandon = lambda: self._outbox.abandon()
-        self.capture.on_forward = self.follow_model
-        self.begin()
+        self._may_be_wrapped = follows_ddp and self.own_gradients
+        self.calls: dict[str, int] = {}
+        self._outbox: Outbox | None = None
+        self._reopen()
 
     def _connect(self, plan: Plan) -> Communicator:
         options, same = self.options, self._replicas.fingerprint()
         return Communicator(plan, options.comm, options.group, fingerprint=same)
 
-    def _open_outbox(self) -> Outbox:
-        blocks = self.blocks if self.own_gradients else None
-        # a scaler writes to gradients after the backward: what left early would be void
-        return Outbox(self.comm, self.like, blocks, early=not self._scaled)
+    def _reopen(self) -> None:
+        """Send by the plan and in the dtype of now; what was sent is void."""
+        if self._outbox is not None:
+            self._outbox.close()
+        if self.comm.world > 1:
+            blocks = self.blocks if self.own_gradients else None
+            # a scaler writes to gradients after the backward: what left early is void
+            early = not self._scaled
+            self._outbox = Outbox(self.comm, self.like, blocks, early=early)
+        self.arm()
 
     @property
     def step(self) -> int:
         """Steps done so far."""
         return self.statistics.step
 
-    def begin(self) -> None:
-        """Tell the hooks what the coming step estimates and sends."""
+    def arm(self) -> None:
+        """Tell capture what the coming step estimates, in which bases, and sends."""
         due = self.statistics.to_capture()
-        self.capture.due = frozenset(due)
-        self.capture.step = self.step
-        self._outbox.open(due)
+        bases = self.preconditioner.bases_for_capture()
+        self.capture.arm(
+            Armed(step=self.step, due=tuple(due), bases=bases, sink=self._outbox)
+        )
+        if self._outbox is not None:
+            self._outbox.open(due, self.calls)
 
-    def _begin_again(self) -> None:
+    def _void(self) -> None:
         """After a step that has failed, on all ranks: what of it was sent is void."""
-        if self.comm.world > 1:
+        if self._outbox is not None:
             self.capture.take()
             self._outbox.settle()
-        self.begin()
 
     def gather(self) -> None:
         """Collective: put all statistics on every rank, until the next step."""
@@ -188,24 +195,24 @@ class Machinery:
         self.statistics.plan, self.statistics.comm = plan, self.comm
         if not self._planning.measures:
             self.statistics.seconds = None
-        self._outbox.close()
-        self._outbox = self._open_outbox()
+        self._reopen()
 
-    def look_for_ddp(self) -> None:
-        """Leave gradients to DDP if the model was wrapped after this was made."""
-        self.capture.on_forward = self.follow_model
+    def _before_forward(self) -> None:
+        """Follow the model; leave gradients to DDP if it was wrapped since."""
         self.follow_model()
-        if inside_ddp(self.model):
+        wrapped = self._may_be_wrapped and inside_ddp(self.model)
+        self._may_be_wrapped = False
+        if wrapped:
             self.own_gradients = False
             self._follow(self._planning.plan_for_ddp())
-            self.begin()
 
     def follow_model(self) -> None:
         """Go on with the dtype and device that the parameters have now."""
-        if not self.closed and convert(self):
-            self._outbox.close()
-            self._outbox = self._open_outbox()
-            self.begin()
+        like, old = statistics_like(self.blocks), self.like
+        same = (like.dtype, like.device) == (old.dtype, old.device)
+        if not self.closed and not same:
+            convert(self, like)
+            self._reopen()
 
     def state_dict(self, *, warn: bool = True) -> dict[str, Any]:
         """Statistics, inverses and timing, as tensors and numbers.
@@ -216,7 +223,7 @@ class Machinery:
         part = None if whole else part_of(self.plan, self.comm)
         if part and warn and self.step and not self._warned:
             self._warned = warn_partial(self.comm)
-        seconds, calls = dict(self._planning.seconds), dict(self._outbox.sums.expected)
+        seconds, calls = dict(self._planning.seconds), dict(self.calls)
         return {**save(self), "part": part, "calls": calls, "seconds": seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -227,13 +234,12 @@ class Machinery:
         seconds = self._planning.saved_seconds(state, self.statistics.states)
         if self.step == 0 and seconds is not None:
             self._follow(self._planning.plan_by(seconds))
-            self.begin()
         require_state(state, self, part_of(self.plan, self.comm))
         load(self, state)
-        self._outbox.sums.expected = dict(state["calls"])
+        self.calls = dict(state["calls"])
         self._release()
         self.capture.take()
-        self.begin()
+        self.arm()
 
     def close(self) -> None:
         """Remove every hook and stop communicating."""
@@ -241,7 +247,8 @@ class Machinery:
         self.comm.close()
         if self.auto is not None:
             self.auto.close()
-        self._outbox.close()
+        if self._outbox is not None:
+            self._outbox.close()
         self.closed = True
 
     @contextmanager

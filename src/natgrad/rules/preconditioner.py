@@ -114,10 +114,15 @@ class Preconditioner:
                 )
         return found
 
-    def bases_for_capture(self, block: Block) -> Bases | None:
-        """Those that an S is to be estimated in; None before the first refresh."""
-        right, left, known = self._inverses([block])
-        return (right[0], left[0]) if known and right and left else None
+    def bases_for_capture(self) -> dict[str, Bases]:
+        """Those that an S is to be estimated in; none before the first refresh."""
+        found: dict[str, Bases] = {}
+        for block in self.statistics.block.values():
+            if block.is_factored and block.rule.corrects:
+                right, left, known = self._inverses([block])
+                if known and right and left:
+                    found[block.name] = right[0], left[0]
+        return found
 
     def follow(self, old: Mapping[str, Bases]) -> None:
         """Move second moments from the bases before a refresh to those after it.

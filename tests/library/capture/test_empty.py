@@ -114,7 +114,7 @@ def test_an_empty_batch_of_sampled_labels(likelihood: str) -> None:
 
 
 def one_has_none(rank: int, method: str, options: dict[str, Any]) -> Any:
-    fleet = Fleet(method, rank, decay=0.0, **options)
+    fleet = Fleet(method, rank, factor_decay=0.0, **options)
     for examples_here in ((8, 8), (8, 0), (0, 8), (0, 0), (8, 8)):
         fleet.backward(examples_here[rank])
         fleet.optimizer.step()

@@ -144,7 +144,6 @@ def test_kfac_takes_rules_by_names_and_modules(named: str) -> None:
     }
     for name, source in expected.items():
         torch.testing.assert_close(mixed[name], source[name], rtol=1e-9, atol=1e-12)
-    assert not torch.allclose(mixed["head.bias"], plain["head.bias"])
 
 
 def test_a_rule_for_what_is_not_in_the_model_is_refused() -> None:

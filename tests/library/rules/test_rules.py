@@ -354,7 +354,7 @@ def test_corrected_counts_tokens_as_examples() -> None:
     bases: Any = None
     for _ in range(2):
         model.zero_grad()
-        bases = kfac.engine.preconditioner.bases_for_capture(kfac.engine.blocks[0])
+        bases = kfac.engine.capture.armed.bases.get("model")
         x = torch.randn(4, 5, 3, dtype=torch.float64)
         out = model(x)
         out.retain_grad()
