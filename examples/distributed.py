@@ -36,7 +36,8 @@ def main() -> None:
     if "--kfac" in sys.argv:
         model = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        natural = natgrad.KFAC(model, optimizer, damping=1e-2)
+        often = natgrad.Every(statistics=1, inverses=10)  # the run is short
+        natural = natgrad.KFAC(model, optimizer, damping=1e-2, refresh=often)
     else:
         optimizer = natural = natgrad.SPNGD(model, lr=0.05, damping=1e-2)
     for epoch in range(6):

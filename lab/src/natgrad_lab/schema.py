@@ -156,11 +156,15 @@ def _union(options: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None:
         _expect(types.NoneType in options, where, value, "a value")
         return None
-    chosen = next(each for each in options if each is not types.NoneType)
+    chosen = [each for each in options if each is not types.NoneType]
     # TOML has no null: the word none switches an optional setting off
-    if value == "none" and types.NoneType in options and chosen is not str:
+    if value == "none" and types.NoneType in options and str not in chosen:
         return None
-    return build(chosen, value, where)
+    words = [each for each in chosen if typing.get_origin(each) is typing.Literal]
+    for each in words:  # a number, or a word instead of one
+        if value in typing.get_args(each):
+            return value
+    return build(chosen[0], value, where)
 
 
 def _literal(options: tuple[Any, ...], value: Any, where: str) -> Any:
