@@ -1,7 +1,7 @@
 """KFAC: a gradient preconditioner for any torch optimizer."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -44,14 +44,14 @@ class KFAC(Inspectable):
     Args:
         model: a module, or one wrapped in `DistributedDataParallel`.
         optimizer: any torch optimizer over the model's parameters.
-        rules: other rules for some of the layers: pairs of names (or modules, or a
-            list of either) and a rule, as ``[("encoder", EKFAC()), ([model.head],
-            Plain())]``. Of pairs that name the same parameter the last one counts.
         grad_scaler: the `torch.amp.GradScaler` in use, to undo its loss scale.
         options: the `Options` to start from, ``KFAC.defaults`` if not given.
 
     These replace the option of the same name (see `Options`): rule, length, damping,
-    factor_decay, refresh, loss, norm, strategy.
+    factor_decay, refresh, loss, norm, strategy. Layers get rules of their own by a list
+    of pairs, ``rule=[("encoder", EKFAC()), ([model.head], Plain())]``: names of modules
+    or parameters, modules, or a list of these, and a rule. Of pairs that name the same
+    parameter the last one counts; what none names follows the rule of the options.
     """
 
     defaults: ClassVar[Options] = Options()
@@ -62,8 +62,7 @@ class KFAC(Inspectable):
         model: nn.Module,
         optimizer: Optimizer | None = None,
         *,
-        rules: Iterable[tuple[Named, Rule]] = (),
-        rule: Rule | NotGiven = NOT_GIVEN,
+        rule: Rule | Sequence[tuple[Named, Rule]] | NotGiven = NOT_GIVEN,
         length: Length | NotGiven | None = NOT_GIVEN,
         damping: o.Damping | NotGiven = NOT_GIVEN,
         factor_decay: float | NotGiven = NOT_GIVEN,
@@ -79,7 +78,7 @@ class KFAC(Inspectable):
         self.optimizer = optimizer
         chosen = given(
             self.defaults if isinstance(options, NotGiven) else options,
-            rule=rule,
+            rule=NOT_GIVEN if isinstance(rule, Sequence) else rule,
             length=length,
             damping=damping,
             factor_decay=factor_decay,
@@ -88,7 +87,8 @@ class KFAC(Inspectable):
             norm=norm,
             strategy=strategy,
         )
-        parts = _parts_by_id(unwrap(model)[0], optimizer, chosen, rules)
+        pairs = rule if isinstance(rule, Sequence) else ()
+        parts = _parts_by_id(unwrap(model)[0], optimizer, chosen, pairs)
         for length_of in dict.fromkeys(p.length for p in parts.values()):
             _require_rate(length_of, optimizer)
         self.engine: Engine = Engine(
@@ -201,7 +201,7 @@ def _parts_by_id(
     model: nn.Module,
     optimizer: Optimizer | None,
     options: Options,
-    rules: Iterable[tuple[Named, Rule]],
+    rules: Sequence[tuple[Named, Rule]],
 ) -> dict[int, Parts]:
     """What the update of each of the optimizer's parameters is made of, by id."""
     groups = optimizer.param_groups if optimizer else [{"params": model.parameters()}]

@@ -115,9 +115,12 @@ def test_a_preset_with_groups_takes_those() -> None:
 def preconditioned(**options: Any) -> dict[str, Tensor]:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    named: Any = options.pop("rules", ())
-    pairs = [(getattr(model, x[1:]) if x.startswith(".") else x, r) for x, r in named]
-    with KFAC(model, optimizer, rules=pairs, **options) as kfac:
+    if isinstance(options["rule"], list):
+        options["rule"] = [
+            (getattr(model, x[1:]) if x.startswith(".") else x, rule)
+            for x, rule in options["rule"]
+        ]
+    with KFAC(model, optimizer, length=natgrad.Free(), **options) as kfac:
         backward(model)
         kfac.step()
     return {
@@ -125,16 +128,13 @@ def preconditioned(**options: Any) -> dict[str, Tensor]:
     }
 
 
-FREE = natgrad.Free()
-
-
 @pytest.mark.parametrize("named", ["conv", ".conv"])
 def test_kfac_takes_rules_by_names_and_modules(named: str) -> None:
-    one = preconditioned(rule=Kronecker(), length=FREE)
-    other = preconditioned(rule=EKFAC(), length=FREE)
-    plain = preconditioned(rule=Kronecker(), length=FREE, rules=[("", Plain())])
+    one = preconditioned(rule=Kronecker())
+    other = preconditioned(rule=EKFAC())
+    plain = preconditioned(rule=[("", Plain())])
     rules = [("hidden", Plain()), (named, EKFAC()), ("head.weight", Plain())]
-    mixed = preconditioned(rule=Kronecker(), length=FREE, rules=rules)
+    mixed = preconditioned(rule=rules)
     expected = {
         "conv.weight": other,
         "hidden.weight": plain,
@@ -150,6 +150,6 @@ def test_a_rule_for_what_is_not_in_the_model_is_refused() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"'convs'.*as table, conv"):
-        KFAC(model, optimizer, rules=[("convs", EKFAC())])
+        KFAC(model, optimizer, rule=[("convs", EKFAC())])
     with pytest.raises(ValueError, match="inside of the model"):
-        KFAC(model, optimizer, rules=[(nn.Linear(2, 2), EKFAC())])
+        KFAC(model, optimizer, rule=[(nn.Linear(2, 2), EKFAC())])
