@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo quick test-library test-lab test-processes test test-all durations \
-	check lint types docs dist bench soak format clean
+	check lint types docs dist bench mutations soak format clean
 
 # All cores; tests that share a fixture stay on one of them, the longest go first.
 WORKERS ?= auto
@@ -88,6 +88,9 @@ dist: $(STAMP) ## build both distributions into dist/, and try the library in an
 bench: $(STAMP) ## time a step against SGD and peers, one process and two (under half an hour)
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.distributed
+
+mutations: $(STAMP) ## break the library in ten ways and see whether the quick tests notice
+	$(BIN)/python -m tests.mutations
 
 soak: $(STAMP) ## inject faults for an hour, in pieces that are not run twice; results in benchmarks/results
 	PYTHONPATH=. $(BIN)/python -m tests.faults.soak

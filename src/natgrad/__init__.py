@@ -16,6 +16,7 @@ from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
 from natgrad.presets import SOAP, Muon, Shampoo
+from natgrad.quadratic.options import AutoDamping
 from natgrad.rules.averages import Average, AverageGradients, AverageUpdates
 from natgrad.rules.decays import Coupled, Decay, Decoupled, FixedNorm, Rescaled
 from natgrad.rules.eigen_adam import EigenAdam
@@ -36,6 +37,7 @@ __all__ = [
     "SPNGD",
     "Adam",
     "Adaptive",
+    "AutoDamping",
     "Average",
     "AverageGradients",
     "AverageUpdates",

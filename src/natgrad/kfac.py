@@ -22,6 +22,9 @@ from natgrad.layers.registration import require_known
 from natgrad.layers.split import Named, parameters_of
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy
+from natgrad.quadratic.hosts import coupled_decay, require_host
+from natgrad.quadratic.options import AUTO
+from natgrad.quadratic.tuner import Tuner, refuse_scaler, with_value
 from natgrad.rules.fallbacks import Plain
 from natgrad.rules.lengths import KLClip, Length
 from natgrad.rules.parts import Parts
@@ -38,6 +41,9 @@ class KFAC(Inspectable):
         natgrad.KFAC(model, optimizer)
 
     Without one, call `step` between ``loss.backward()`` and ``optimizer.step()``.
+    With ``damping="auto"`` give ``optimizer.step`` a closure that returns outputs and
+    loss, without a backward; a list of closures is one of micro-batches.
+
     Parameters that belong to no known layer, and layers that the optimizer does not
     have, keep their plain gradient; `report` says which and why.
 
@@ -64,7 +70,7 @@ class KFAC(Inspectable):
         *,
         rule: Rule | Sequence[tuple[Named, Rule]] | NotGiven = NOT_GIVEN,
         length: Length | NotGiven | None = NOT_GIVEN,
-        damping: o.Damping | NotGiven = NOT_GIVEN,
+        damping: o.Damping | o.AutoDamping | o.Auto | NotGiven = NOT_GIVEN,
         factor_decay: float | NotGiven = NOT_GIVEN,
         refresh: Refresh | NotGiven = NOT_GIVEN,
         loss: o.Loss | NotGiven = NOT_GIVEN,
@@ -87,10 +93,13 @@ class KFAC(Inspectable):
             norm=norm,
             strategy=strategy,
         )
+        asked, chosen, current = chosen, *with_value(chosen)
         pairs = rule if isinstance(rule, Sequence) else ()
         parts = _parts_by_id(unwrap(model)[0], optimizer, chosen, pairs)
         for length_of in dict.fromkeys(p.length for p in parts.values()):
             _require_rate(length_of, optimizer)
+        if asked.is_auto:
+            _require_tunable(asked, optimizer, grad_scaler)
         self.engine: Engine = Engine(
             model,
             chosen,
@@ -100,26 +109,43 @@ class KFAC(Inspectable):
             follows_ddp=True,
         )
         self._handles: list[Any] = []
+        if current is not None:
+            self.engine.tuner = Tuner(self.engine, asked, current)
         if optimizer is not None:
             # also inside a compiled optimizer.step
             handle = optimizer.register_step_pre_hook(as_written(self._before_step))
             self._handles = [handle, *travel_with(optimizer, self.engine)]
+        if optimizer is not None and self.engine.tuner is not None:
+            handle = optimizer.register_step_post_hook(as_written(self._after_step))
+            self._handles.append(handle)
 
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Precondition; given a closure, as Lightning does, each time it has run."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+        tuner, optimizer = self.engine.tuner, self.optimizer
+        if closure is None and tuner is None:
             self.step()
             return None
 
         def preconditioned() -> Any:
-            loss = closure()
+            if tuner is not None and optimizer is not None:
+                loss = tuner.evaluate(closure, optimizer.zero_grad)
+                tuner.begin(coupled_decay(optimizer, self.engine.model))
+            else:
+                loss = closure() if closure is not None else None
             self.step()
             return loss
 
         return args[:1], {**kwargs, "closure": preconditioned}
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        """Let damping learn from the step that the optimizer has taken."""
+        if self.engine.tuner is not None:
+            self.engine.tuner.look()
+            self.engine.tuner.end()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -212,6 +238,20 @@ def _parts_by_id(
         own = [id(p) for p in parameters_of(model, named)]
         found |= {number: parts for number in own if number in found}
     return found
+
+
+def _require_tunable(
+    options: Options, optimizer: Optimizer | None, scaler: torch.amp.GradScaler | None
+) -> None:
+    """Damping is found for an optimizer that takes its own steps."""
+    if AUTO in (options.lr, options.momentum):
+        raise ValueError(
+            f"Invalid lr={options.lr!r} and momentum={options.momentum!r} of KFAC. The "
+            "optimizer has its own: must be numbers. SPNGD finds them."
+        )
+    require_host(optimizer)
+    if scaler is not None:
+        refuse_scaler()
 
 
 def _require_rate(length: Length, optimizer: Optimizer | None) -> None:

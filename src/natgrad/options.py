@@ -16,6 +16,14 @@ from natgrad.distributed.options import CommOptions
 from natgrad.factors.budget import Budget
 from natgrad.factors.refresh import Every, Paced, Refresh
 from natgrad.plan import Strategy
+from natgrad.quadratic.options import (
+    AUTO,
+    Auto,
+    AutoDamping,
+    Hessian,
+    require_hessian,
+    require_rate,
+)
 from natgrad.requiring import require_choice, require_count, require_number
 from natgrad.rules.averages import Average, AverageUpdates
 from natgrad.rules.decays import Coupled, Decay
@@ -67,11 +75,12 @@ class Options:
             for a natural gradient (`Kronecker`, `EKFAC`), `LayerTrust` for other rules.
         average: what momentum averages: `AverageUpdates` or `AverageGradients`.
         decay: how weight decay enters: `Coupled`, `Decoupled` or `Rescaled`.
-        lr: learning rate, > 0; a parameter group may have its own.
-        momentum: in [0, 1); a parameter group may have its own.
+        lr: learning rate, > 0; a parameter group may have its own. ``"auto"``: the best
+            under the quadratic model of the loss, in each step, for all groups.
+        momentum: in [0, 1); a parameter group may have its own. ``"auto"``: as lr.
         weight_decay: >= 0; a parameter group may have its own.
-        damping: lambda, added to the Fisher: a number >= 0, or a function of the
-            step (counted from 0).
+        damping: lambda, added to the Fisher: a number >= 0, a function of the step
+            (counted from 0), or an `AutoDamping`, which ``"auto"`` is short for.
         refresh: when statistics are estimated and inverted: `Every`, `Scheduled`,
             `Paced`, `Adaptive` or `Budget`.
         factor_decay: weight of the old value in the running average of a statistic, in
@@ -79,6 +88,11 @@ class Options:
             a sum instead of an average (Shampoo).
         fisher: ``"empirical"`` uses the gradients of the training loss;
             ``"sampled"`` uses labels drawn from the model (`sampled_backward`).
+        hessian: of the loss at the outputs, for what is ``"auto"``: ``"loss"``, that of
+            the loss as it is written; ``"gaussian"``, the Fisher of outputs that are a
+            mean and a variance, or ``"gaussian_log"``, a mean and the logarithm of a
+            variance; or a function of outputs and tangents (two lists) that returns
+            what the Hessian makes of the tangents.
         loss: what the loss does over its terms: ``"mean"`` over examples, ``"sum"``
             over examples, or ``"tokens"``: mean over examples and positions.
         accumulation: whether the loss of each of k micro-batches is divided by k
@@ -117,13 +131,14 @@ class Options:
     length: Length | None = None
     average: Average = field(default_factory=AverageUpdates)
     decay: Decay = field(default_factory=Coupled)
-    lr: float | None = None
-    momentum: float = 0.9
+    lr: float | Auto | None = None
+    momentum: float | Auto = 0.9
     weight_decay: float = 0.0
-    damping: Damping = 1e-3
+    damping: Damping | AutoDamping | Auto = 1e-3
     refresh: Refresh = field(default_factory=lambda: Paced(Every(10, 100, early=True)))
     factor_decay: float = 0.95
     fisher: Fisher = "empirical"
+    hessian: Hessian = "loss"
     loss: Loss = "mean"
     accumulation: Accumulation = "mean"
     sharing: Sharing = "expand"
@@ -148,7 +163,10 @@ class Options:
             raise TypeError(_of_another_kind("length", self.length, Length))
         for name, legal in CHOICES.items():
             require_choice(name, getattr(self, name), legal)
+        if self.damping == AUTO:
+            object.__setattr__(self, "damping", AutoDamping())
         self._require_numbers()
+        require_hessian(self.hessian)
         if self.subsample is not None:
             require_count("subsample", self.subsample, also=", or None")
         if self.largest_factor is not None:
@@ -163,10 +181,10 @@ class Options:
 
     def _require_numbers(self) -> None:
         if self.lr is not None:
-            require_number("lr", self.lr, "a number > 0", above=0.0)
-        require_number("momentum", self.momentum, "in [0, 1)", low=0.0, below=1.0)
+            require_rate("lr", self.lr, "a number > 0", above=0.0)
+        require_rate("momentum", self.momentum, "in [0, 1)", low=0.0, below=1.0)
         require_number("weight_decay", self.weight_decay, "a number >= 0", low=0.0)
-        if not callable(self.damping):
+        if not (callable(self.damping) or isinstance(self.damping, AutoDamping)):
             require_number("damping", self.damping, "a finite number >= 0", low=0.0)
         name, value = "factor_decay", self.factor_decay
         require_number(name, value, "in [0, 1]", low=0.0, high=1.0)
@@ -186,10 +204,40 @@ class Options:
                 "divergence is of a natural gradient, which this is not: must be "
                 "LayerTrust() or Free()."
             )
+        self._require_auto()
         if self.loss == "tokens" and self.sharing == "reduce":
             raise ValueError(
                 "Invalid sharing='reduce' with loss='tokens'. A reduced layer has no "
                 "positions left to average over: use loss='mean' or sharing='expand'."
+            )
+
+    def _require_auto(self) -> None:
+        """The quadratic model is of a sum of an update and of the last change."""
+        if AUTO in (self.lr, self.momentum):
+            which = f"lr={self.lr!r} and momentum={self.momentum!r}"
+            if self.average != AverageUpdates():
+                raise ValueError(
+                    f"Invalid average={self.average!r} with {which}. Must be "
+                    "AverageUpdates()."
+                )
+            if not isinstance(self.decay, Coupled):
+                raise ValueError(
+                    f"Invalid decay={self.decay!r} with {which}. Must be Coupled(): "
+                    "weight decay is part of the objective."
+                )
+            if isinstance(self.length, KLClip):
+                raise ValueError(
+                    f"Invalid length={self.length!r} with {which}. Must be Free() or "
+                    "LayerTrust(): the clip is another way to choose the rate."
+                )
+        relative = getattr(self.rule, "style", None) == "relative"
+        if isinstance(self.damping, AutoDamping) and (
+            relative or not self.rule.natural
+        ):
+            raise ValueError(
+                f"Invalid damping={self.damping!r} with rule={self.rule!r}. Must be a "
+                "number: only Kronecker() and EKFAC(), with a style that is not "
+                "relative, add damping to the curvature."
             )
 
     @property
@@ -199,15 +247,23 @@ class Options:
             return self.length
         return KLClip() if self.rule.natural else LayerTrust()
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether anything is found by the quadratic model."""
+        found = AUTO in (self.lr, self.momentum)
+        return found or isinstance(self.damping, AutoDamping)
+
     def parts(self) -> Parts:
         """What an update is made of."""
+        damping = self.damping
+        assert not isinstance(damping, AutoDamping | str)  # the engine has its value
         return Parts(
             rule=self.rule,
             fallback=self.fallback,
             length=self.the_length,
             average=self.average,
             decay=self.decay,
-            damping=self.damping,
+            damping=damping,
             refresh=self.refresh,
         )
 
@@ -227,6 +283,11 @@ def _leaves(kind: type) -> list[type]:
 def take_parts(group: dict[str, Any], options: Options) -> Parts:
     """The parts of a parameter group's update; the group keeps them as plain data."""
     own = {name: group[name] for name in NAMES if name in group}
+    if own.get("damping") == AUTO or isinstance(own.get("damping"), AutoDamping):
+        raise ValueError(
+            f"Invalid damping={own['damping']!r} of a parameter group. One damping is "
+            "found for all: must be given to the optimizer."
+        )
     if isinstance(own.get("refresh"), Budget):
         raise ValueError(
             "Invalid refresh=Budget(...) of a parameter group. A budget is of a whole "

@@ -14,6 +14,7 @@ from natgrad.checkpoint.momentum import (
     averages_of,
     gather_momentum,
     require_momentum,
+    restore_velocity,
     worked_on,
 )
 from natgrad.checkpoint.optimizer_state import travel_with
@@ -22,15 +23,17 @@ from natgrad.engine.engine import Engine
 from natgrad.engine.overflow import Overflow
 from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
-from natgrad.factors.refresh import Adaptive, Refresh
+from natgrad.factors.refresh import Adaptive, Every, Refresh
 from natgrad.layers import Block
 from natgrad.layers.registration import require_inside, require_known
 from natgrad.math import foreach
-from natgrad.math.statistics import widen
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts
 from natgrad.plan import Strategy
+from natgrad.quadratic.options import AUTO
+from natgrad.quadratic.rates import Rates, before_first, require_no_rates
+from natgrad.quadratic.tuner import with_value
 from natgrad.requiring import require_number
-from natgrad.rules.averages import VELOCITY, Average
+from natgrad.rules.averages import Average
 from natgrad.rules.decays import Decay
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.lengths import Free
@@ -72,25 +75,39 @@ class SPNGD(Inspectable, Optimizer):
         strategy="spngd",
     )
     """The options that hold unless others are given."""
+    auto: ClassVar[Options] = Options(
+        lr="auto",
+        momentum="auto",
+        damping="auto",
+        rule=Kronecker(style="eigen"),
+        length=Free(),
+        refresh=Every(5, 20),
+        fisher="sampled",
+        norm="unit",
+        strategy="spngd",
+    )
+    """Those that hold if a rate or the damping is to be found."""
 
     def __init__(
         self,
         model: nn.Module,
         groups: Iterable[dict[str, Any]] | None = None,
         *,
-        lr: float | NotGiven = NOT_GIVEN,
-        momentum: float | NotGiven = NOT_GIVEN,
+        lr: float | o.Auto | NotGiven = NOT_GIVEN,
+        momentum: float | o.Auto | NotGiven = NOT_GIVEN,
         weight_decay: float | NotGiven = NOT_GIVEN,
         rule: Rule | NotGiven = NOT_GIVEN,
-        damping: o.Damping | NotGiven = NOT_GIVEN,
+        damping: o.Damping | o.AutoDamping | o.Auto | NotGiven = NOT_GIVEN,
         refresh: Refresh | NotGiven = NOT_GIVEN,
         loss: o.Loss | NotGiven = NOT_GIVEN,
         strategy: str | Strategy | NotGiven = NOT_GIVEN,
         grad_scaler: torch.amp.GradScaler | None = None,
         options: Options | NotGiven = NOT_GIVEN,
     ) -> None:
+        found = AUTO in (lr, momentum, damping) or isinstance(damping, o.AutoDamping)
+        usual = self.auto if found else self.defaults
         chosen = given(
-            self.defaults if isinstance(options, NotGiven) else options,
+            usual if isinstance(options, NotGiven) else options,
             lr=lr,
             momentum=momentum,
             weight_decay=weight_decay,
@@ -104,11 +121,13 @@ class SPNGD(Inspectable, Optimizer):
             raise TypeError(f"{type(self).__name__} needs a learning rate: lr=...")
         plain, _ = unwrap(model)
         rates = {
-            "lr": chosen.lr,
-            "momentum": chosen.momentum,
+            "lr": before_first("lr", chosen.lr),
+            "momentum": before_first("momentum", chosen.momentum),
             "weight_decay": chosen.weight_decay,
         }
         mine = [dict(group) for group in groups or self._usual_groups(plain, chosen)]
+        require_no_rates(mine, chosen)
+        asked, chosen, current = chosen, *with_value(chosen)
         parts = [take_parts(group, chosen) for group in mine]
         Optimizer.__init__(self, mine, rates)
         for each in self.param_groups:
@@ -131,6 +150,8 @@ class SPNGD(Inspectable, Optimizer):
         self._overflow = Overflow(self, self.engine, grad_scaler)
         with self.engine.closing_on_error():
             require_inside(self.engine.model, self.param_groups)
+            if asked.is_auto:
+                self._rates = Rates(self, asked, current, grad_scaler)
         check = partial(require_momentum, self, self.engine)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
@@ -150,14 +171,21 @@ class SPNGD(Inspectable, Optimizer):
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
+        self, closure: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None
+    ) -> Any:
         """One update of the weights (SP-NGD, Algorithm 3, from Stage 2 on).
 
         If a gradient on any rank is not finite, nothing changes.
+
+        With ``lr``, ``momentum`` or ``damping`` ``"auto"``, the closure must return
+        outputs and loss, without a backward, and may be run several times; a list of
+        closures is one of micro-batches. Gradients are set to zero, and the loss is
+        returned.
         """
-        value = None
-        if closure is not None:
+        value, tuner = None, self.engine.tuner
+        if tuner is not None:
+            value = tuner.evaluate(closure, self.zero_grad)
+        elif callable(closure):
             with torch.enable_grad():
                 value = closure()
         if only_initialises(self.engine, self.param_groups):
@@ -167,6 +195,8 @@ class SPNGD(Inspectable, Optimizer):
                     average.velocity(self.state, p)
             return value
         self.engine.run(self)
+        if tuner is not None:
+            tuner.end()
         return value
 
     def begin(self) -> Tensor | None:
@@ -211,6 +241,8 @@ class SPNGD(Inspectable, Optimizer):
         updates = {
             n: u * clips[n] if n in clips else u for n, u in found.updates.items()
         }
+        if engine.tuner is not None:
+            return self._write_tuned(updates, found.present)
         mine = [engine.block[name] for name in updates]
         before = self._before(mine)
         with engine.meter("update"):
@@ -219,6 +251,20 @@ class SPNGD(Inspectable, Optimizer):
         # what a gather brought grows stale where this rank does not work
         for p in worked_on(engine, mine=False):
             self.state.pop(p, None)
+
+    def _write_tuned(self, updates: dict[str, Tensor], present: frozenset[str]) -> None:
+        """Every rank gets all updates, agrees on the rates and takes the whole step."""
+        engine = self.engine
+        updates = updates | engine.share(updates, present)
+        for block in (engine.block[name] for name in updates):
+            if block.is_foreign and engine.own_gradients:
+                block.write_gradient(updates[block.name])
+        with engine.meter("quadratic"):
+            self._rates.find(self._by_group(updates))
+        with engine.meter("update"):
+            self._update([engine.block[name] for name in updates], updates)
+        with engine.meter("quadratic"):
+            self._rates.judge()
 
     def _decayed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gradients with the weight decay of their group, unless it is decoupled."""
@@ -341,14 +387,7 @@ class SPNGD(Inspectable, Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Continue from a `state_dict` of the same model and options."""
         Optimizer.load_state_dict(self, state_dict)
-        # torch has cast the momentum to the parameters' dtype
-        numbers = [i for g in state_dict["param_groups"] for i in g["params"]]
-        params = [p for g in self.param_groups for p in g["params"]]
-        for i, p in zip(numbers, params, strict=True):
-            saved = state_dict["state"].get(i, {}).get(VELOCITY)
-            if saved is not None:
-                velocity = saved.to(p.device, widen(p).dtype, copy=True)
-                self.state[p][VELOCITY] = velocity
+        restore_velocity(self, state_dict)
 
     def __repr__(self) -> str:
         return Optimizer.__repr__(self)

@@ -273,7 +273,8 @@ class Capture:
     def _use(self, block: Block, forward: Forward) -> Use | None:
         """Whether the backward that runs now counts, at this layer."""
         use = self._counts(block)
-        forward.is_aside |= use != "learned"
+        # a backward that makes a graph is a part of the loss to come
+        forward.is_aside |= use != "learned" and not torch.is_grad_enabled()
         return use
 
     def _counts(self, block: Block) -> Use | None:

@@ -50,9 +50,18 @@ def draw_gaussian(outputs: Tensor, each: int) -> Tensor:
     return outputs.detach() + torch.randn_like(outputs) * (each / 2) ** 0.5
 
 
-def differentiate(loss: Tensor, blocks: Sequence[Block]) -> None:
-    """Run the backward of layers, hooks and all; ``.grad`` and the graph stay."""
+def differentiate(
+    outputs: Sequence[Tensor],
+    blocks: Sequence[Block],
+    gradients: Sequence[Tensor] | None = None,
+) -> None:
+    """Run the backward of layers, hooks and all; ``.grad`` and the graph stay.
+
+    From numbers, or from outputs at which the ``gradients`` are known.
+    """
     layers = [b for b in blocks if b.kind is not None]
     weights = [p for p in (b.parameters[0] for b in layers) if p.requires_grad]
     if weights:
-        torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
+        torch.autograd.grad(
+            outputs, weights, gradients, retain_graph=True, allow_unused=True
+        )

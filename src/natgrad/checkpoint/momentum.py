@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from natgrad.checkpoint.optimizer_state import require_setting
+from natgrad.math.statistics import widen
 from natgrad.rules.averages import MASS, VELOCITY, Average, State
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def require_momentum(
     idle = {id(p) for p in worked_on(engine, mine=False)}
     masses = {id(p) for p, average in averages_of(engine) if average.keeps_mass}
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        require_setting(saved, "momentum", 1.0)
+        if engine.tuner is None or not engine.tuner.finds_momentum:
+            require_setting(saved, "momentum", 1.0)
         require_setting(saved, "weight_decay", math.inf)
         for number, p in zip(saved["params"], own["params"], strict=True):
             entry = state["state"].get(number, {})
@@ -79,6 +81,17 @@ def require_momentum(
                     "optimizer state. Must be a number in [0, 1], as saved with "
                     "AverageGradients()."
                 )
+
+
+def restore_velocity(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Take velocities as they were saved: torch casts them to the parameters' dtype."""
+    numbers = [i for g in saved["param_groups"] for i in g["params"]]
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    for i, p in zip(numbers, params, strict=True):
+        velocity = saved["state"].get(i, {}).get(VELOCITY)
+        if velocity is not None:
+            kept = velocity.to(p.device, widen(p).dtype, copy=True)
+            optimizer.state[p][VELOCITY] = kept
 
 
 def _is_share(x: Any) -> bool:

@@ -22,6 +22,7 @@ def save(engine: "Machinery") -> dict[str, Any]:
         "moments": engine.moments.save(),
         "references": engine.references.save(),
         "budget": None if account is None else account.state_dict(),
+        "quadratic": None if engine.tuner is None else engine.tuner.state_dict(),
         "skipped_steps": engine.skipped_steps,
     }
 
@@ -39,6 +40,8 @@ def load(engine: "Machinery", state: Mapping[str, Any]) -> None:
     engine.references.load(state.get("references", {}), engine.blocks, engine.like)
     # older states do not say
     engine.skipped_steps = int(state.get("skipped_steps", 0))
+    if engine.tuner is not None and state.get("quadratic"):
+        engine.tuner.load_state_dict(state["quadratic"])
     if statistics.account is not None and state.get("budget"):
         statistics.account.load_state_dict(state["budget"])
 

@@ -1,7 +1,7 @@
 """The protocol of a step: `Engine.run` is its order, for every optimizer."""
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -263,5 +263,11 @@ class Engine(Machinery):
             )
         loss = sampled_loss(outputs, likelihood, targets, self.options.loss)
         if self.capture.armed.due:
-            with self.meter("sampled"), self.capture.sampling():
-                differentiate(loss, self.blocks)
+            self.drawn_backward([loss])
+
+    def drawn_backward(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None = None
+    ) -> None:
+        """Backward of what was drawn: a loss, or gradients at outputs."""
+        with self.meter("sampled"), self.capture.sampling():
+            differentiate(outputs, self.blocks, gradients)

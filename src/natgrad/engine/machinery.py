@@ -34,6 +34,7 @@ from natgrad.layers.registration import (
 )
 from natgrad.options import Options
 from natgrad.plan import Plan
+from natgrad.quadratic.tuner import Tuner
 from natgrad.rules.preconditioner import Preconditioner
 from natgrad.rules.references import References
 
@@ -64,6 +65,7 @@ class Machinery:
         self.closed = False
         self.gathered = self._warned = False
         self.probe: Probe | None = None
+        self.tuner: Tuner | None = None
         self.before_replan: list[Callable[[], None]] = []
         self.model, ddp = unwrap(model)
         self.blocks = register(self.model, options, groups)

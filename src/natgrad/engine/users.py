@@ -118,7 +118,9 @@ class Inspectable:
 
         Counts by statistic are only of those that have one. ``grown`` has the layers
         whose weights run away: more than 100 times the norm that they began with, and
-        how many times. This reads from the device.
+        how many times. This reads from the device. With something ``"auto"`` there are
+        also ``damping``, the last ``ratio`` of true to predicted reduction, and the
+        ``lr`` and ``momentum`` found last; NaN is what was not found yet.
         """
         engine, states = self.engine, self.engine.statistics.states.values()
         return {
@@ -128,6 +130,7 @@ class Inspectable:
             },
             "failures": {s.spec.name: s.failures for s in states if s.failures},
             "grown": engine.references.grown(engine.blocks, engine.like),
+            **({} if engine.tuner is None else engine.tuner.health()),
         }
 
     def set_loss_terms(self, terms: int, *, whole_step: bool = False) -> None:

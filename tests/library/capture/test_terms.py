@@ -1,5 +1,6 @@
 """Over how many terms a loss is: read from the forward, or asked for by name."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -482,3 +483,36 @@ def test_a_backward_inside_ignore_does_not_count() -> None:
         F.cross_entropy(model(x), y).backward()
 
     all_near(captured(model, run), want)
+
+
+def test_forwards_that_were_differentiated_are_part_of_one_loss() -> None:
+    """A physics-informed network: derivatives inside, values at the boundary."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    inside = torch.randn(6, 2).double().requires_grad_()
+    border = torch.randn(3, 2).double()
+
+    def loss(probes: list[Tensor]) -> Tensor:
+        def u(x: Tensor, probe: Tensor) -> Tensor:
+            return model[2](model[1](model[0](x) + probe))
+
+        first, second = probes
+        (slope,) = torch.autograd.grad(
+            u(inside, first).sum(), inside, create_graph=True
+        )
+        return slope.square().sum() / 9 + u(border, second).square().sum() / 9
+
+    probes = [torch.zeros(n, 4).double().requires_grad_() for n in (6, 3)]
+    g = torch.cat(torch.autograd.grad(loss(probes), probes))
+    want = 9 * g.T @ g  # nine terms, each nine times its part of the mean's gradient
+
+    def run(kfac: KFAC) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (slope,) = torch.autograd.grad(
+                model(inside).sum(), inside, create_graph=True
+            )
+            total = slope.square().sum() / 9 + model(border).square().sum() / 9
+            total.backward()
+
+    near(captured(model, run, ("0/G",))["0/G"], want.unsqueeze(0))

@@ -26,7 +26,7 @@ def defaults_of(config: TrainConfig) -> Options:
 def options_of(config: TrainConfig, examples: int) -> Options:
     """What a config says about curvature, on a training set of ``examples``."""
     start, c = defaults_of(config), config.curvature
-    assert not callable(start.damping)
+    assert isinstance(start.damping, float)
     rule = rule_of(config)
     fields = given(
         rule=rule,

@@ -1,0 +1,78 @@
+"""The quadratic model of the loss in few directions (Martens and Grosse 2015, 6, 7).
+
+Around the present weights the objective is taken to change by
+``M(d) = slope . d + d . C d / 2``. Along k directions, ``d = x_1 d_1 + .. + x_k d_k``,
+all of it is k slopes and the k x k products ``d_i . C d_j``. Numbers, not tensors: they
+are the same on all ranks.
+"""
+
+import math
+from collections.abc import Sequence
+
+Numbers = Sequence[float]
+Products = Sequence[Numbers]
+PARALLEL = 1e-10
+"""Two directions whose cosine in the metric C is this close to 1 are one."""
+
+
+def change(slopes: Numbers, products: Products, x: Numbers) -> float:
+    """``M(d)`` of the step with coefficients x; negative if the objective falls."""
+    linear = math.fsum(s * a for s, a in zip(slopes, x, strict=True))
+    rows = zip(products, x, strict=True)
+    curved = math.fsum(
+        a * p * b for row, a in rows for p, b in zip(row, x, strict=True)
+    )
+    return linear + curved / 2
+
+
+def minimiser(
+    slopes: Numbers, products: Products, fixed: Sequence[float | None]
+) -> tuple[float, float]:
+    """The coefficients of two directions with the least ``M(d)``.
+
+    ``fixed`` has those that are given; None is to be found. A direction along which
+    there is no curvature, or that the first one contains, gets 0; so does the second
+    if the first would be gone against.
+    """
+    (s, t), ((p, r), (_, q)) = slopes, products
+    a, b = fixed
+    if a is not None and b is not None:
+        return a, b
+    if a is not None:
+        return a, _ratio(-(t + r * a), q)
+    if b is not None:
+        return _ratio(-(s + r * b), p), b
+    determinant = p * q - r * r
+    if not (p > 0 and q > 0 and determinant > PARALLEL * p * q):
+        return _ratio(-s, p), 0.0
+    x, y = (r * t - q * s) / determinant, (r * s - p * t) / determinant
+    return (x, y) if x > 0 else (_ratio(-s, p), 0.0)
+
+
+def _ratio(x: float, y: float) -> float:
+    return x / y if y > 0 and math.isfinite(x / y) else 0.0
+
+
+def reduction_ratio(
+    before: float, after: float, predicted: float, least: float = 0.0
+) -> float:
+    """True over predicted change of the objective.
+
+    -inf if it is not finite any more, or grew by a step of which the model knew that it
+    was too long. NaN if nothing can be said: changes are at most ``least``, which is
+    rounding.
+    """
+    if not math.isfinite(after):
+        return -math.inf
+    if max(abs(predicted), abs(after - before)) <= least:
+        return math.nan
+    if predicted >= 0:
+        return -math.inf if after > before else math.nan
+    return (after - before) / predicted
+
+
+def adapted(damping: float, ratio: float, factor: float) -> float:
+    """Levenberg-Marquardt: less damping above 3/4, more below 1/4 (their 6.5)."""
+    if ratio > 0.75:
+        return damping * factor
+    return damping / factor if ratio < 0.25 else damping

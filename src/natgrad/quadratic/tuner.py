@@ -1,0 +1,287 @@
+"""Damping, learning rate and momentum, found by the quadratic model of the loss."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from natgrad.math.outputs import Product, sampled_gradients
+from natgrad.math.quadratic import adapted, change, minimiser, reduction_ratio
+from natgrad.quadratic.model import Along, measure, output_hessian
+from natgrad.quadratic.options import AUTO, AutoDamping
+from natgrad.quadratic.replay import Closure, Replay, Run, Weights
+
+if TYPE_CHECKING:
+    from natgrad.engine.engine import Engine
+    from natgrad.options import Options
+
+
+class Lambda:
+    """The damping as it is now: what `natgrad.Options.damping` is to the engine."""
+
+    def __init__(self, options: AutoDamping) -> None:
+        self.options = options
+        self.value = options.initial
+        self.first = options.initial
+
+    def __call__(self, step: int) -> float:
+        """That of any step; 1 before there was one."""
+        return 1.0 if self.value is None else self.value
+
+    def __repr__(self) -> str:
+        return repr(self.options)
+
+    def start(self, value: float) -> None:
+        """Begin with a damping that was found."""
+        self.value = self.first = value
+
+    def follow(self, ratio: float) -> None:
+        """Learn how well the model predicted the last step."""
+        assert self.value is not None
+        assert self.first is not None
+        o = self.options
+        value = adapted(self.value, ratio, o.factor**o.every)
+        self.value = min(max(value, o.lowest * self.first), o.highest * self.first)
+
+
+def with_value(options: "Options") -> "tuple[Options, Lambda | None]":
+    """Options whose automatic damping has a value, and what that is changed by."""
+    if not isinstance(options.damping, AutoDamping):
+        return options, None
+    damping = Lambda(options.damping)
+    return dataclasses.replace(options, damping=damping), damping
+
+
+def refuse_scaler() -> None:
+    """Raise: a `GradScaler` cannot step with a closure."""
+    raise ValueError(
+        "Invalid grad_scaler beside lr='auto', momentum='auto' or damping='auto': a "
+        "GradScaler takes no closure. Must be None: train in bfloat16 or float32."
+    )
+
+
+class Tuner:
+    """Runs closures, and finds what is ``"auto"``.
+
+    Args:
+        engine: of the optimizer.
+        options: as they were given, with ``"auto"`` in them.
+        damping: what the engine has for its damping, if that is automatic.
+
+    Attributes:
+        ratio: the last reduction ratio; NaN before the first.
+        lr, momentum: the last that were found.
+    """
+
+    def __init__(
+        self, engine: "Engine", options: "Options", damping: Lambda | None
+    ) -> None:
+        self._engine, self._options, self._damping = engine, options, damping
+        self.finds_lr = options.lr == AUTO
+        self.finds_momentum = options.momentum == AUTO
+        self._replay = Replay(engine.model, engine.capture.ignoring)
+        self.ratio = math.nan
+        self.lr = self.momentum = math.nan
+        self._runs: list[Run] = []
+        self._hessians: list[Product] = []
+        self._expected: tuple[float, float, Mapping[str, float]] | None = None
+        self._start: tuple[Weights, Weights, Mapping[str, float]] | None = None
+        self.written: list[tuple[float, float]] = []
+
+    @property
+    def is_due(self) -> bool:
+        """Whether damping learns from this step."""
+        every = 0 if self._damping is None else self._damping.options.every
+        return every > 0 and self._engine.step % every == 0
+
+    def damping(self) -> float:
+        """Lambda of the quadratic model."""
+        parts = self._engine.options.parts()
+        in_units = parts.rule.natural and getattr(parts.rule, "style", "") != "relative"
+        return parts.damping_at(self._engine.step) if in_units else 0.0
+
+    def evaluate(self, closure: Any, zero_grad: Callable[[], None]) -> Tensor:
+        """Run closures and their backwards; returns the loss of all of them.
+
+        A sequence of closures is one of micro-batches.
+        """
+        closures: list[Any] = [closure] if callable(closure) else [*(closure or ())]
+        if not closures:
+            raise TypeError(
+                "lr='auto', momentum='auto' and damping='auto' need a closure: "
+                "step(closure), which returns (outputs, loss)."
+            )
+        engine, sampled = self._engine, self._options.fisher == "sampled"
+        zero_grad()
+        self._runs, self._hessians = [], []
+        if sampled:  # the gradients drawn have the scale of the whole step's loss
+            engine.capture.set_loss_terms(1, whole_step=True)
+        share = 1 / len(closures) if self._options.accumulation == "mean" else 1.0
+        with torch.enable_grad():
+            for each in closures:
+                self._run(each, share, sampled)
+        if self._damping is not None and self._damping.value is None:
+            self._damping.start(self._first_damping())
+        losses = [run.share * run.loss.detach() for run in self._runs]
+        return torch.stack(losses).sum()
+
+    def _run(self, closure: Closure, share: float, sampled: bool) -> None:
+        engine = self._engine
+        run = Run(closure, [engine.like.device], share)
+        with engine.capture.ignoring():
+            product = output_hessian(run, self._options.hessian)
+        if sampled and engine.capture.armed.due:
+            with engine.capture.ignoring():
+                drawn = sampled_gradients(run.outputs, product)
+            engine.drawn_backward(run.outputs, drawn)
+        (run.loss * share).backward(retain_graph=True)  # pyright: ignore[reportUnknownMemberType]
+        self._runs.append(run)
+        self._hessians.append(product)
+
+    def _first_damping(self) -> float:
+        """The curvature along the mean gradient of all ranks."""
+        comm, weights, own = self._engine.comm, self._weights(), self._gradients()
+        trained = {
+            n for n, p in self._engine.model.named_parameters() if p.requires_grad
+        }
+        gradients = {
+            n: own[n] if n in own else torch.zeros_like(w)
+            for n, w in weights.items()
+            if n in trained
+        }
+        if comm.world > 1:  # once in a training
+            gradients = {n: comm.agree(g) / comm.world for n, g in gradients.items()}
+        along = self.along([gradients], weights, gradients, {})
+        found = along.products[0][0] / (along.squares[0][0] or 1.0)
+        return found if found > 0 and math.isfinite(found) else 1.0
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {n: p.detach() for n, p in self._engine.model.named_parameters()}
+
+    def _gradients(self) -> dict[str, Tensor]:
+        named = self._engine.model.named_parameters()
+        return {n: p.grad for n, p in named if p.grad is not None}
+
+    def along(
+        self,
+        directions: Sequence[Weights],
+        weights: Weights,
+        gradients: Weights,
+        decay: Mapping[str, float],
+    ) -> Along:
+        """The quadratic model of this step's objective."""
+        return measure(
+            self._replay,
+            self._runs,
+            self._hessians,
+            self._engine.comm,
+            weights=weights,
+            gradients=gradients,
+            decay=decay,
+            directions=directions,
+        )
+
+    def solve(
+        self,
+        update: Weights,
+        last: Weights,
+        decay: Mapping[str, float],
+        scale: float = 1.0,
+    ) -> tuple[float, float]:
+        """Coefficients of the update and of the last step; 1 of what is not sought.
+
+        They are the least of the damped quadratic model (Martens and Grosse 2015,
+        section 7), of which the first is then multiplied by ``scale``. ``decay`` is the
+        weight decay by name.
+        """
+        self._expected = None
+        if not (self.finds_lr or self.finds_momentum or self.is_due):
+            return 1.0, 1.0
+        lr, momentum = self.finds_lr, self.finds_momentum
+        fixed = (None if lr else 1.0, None if momentum else 1.0)
+        along = self.along([update, last], self._weights(), self._gradients(), decay)
+        x = minimiser(along.slopes, along.damped(self.damping()), fixed)
+        x = (x[0] * scale, x[1]) if lr else x
+        if self.is_due:
+            self._expect(change(along.slopes, along.products, x), decay)
+        return x
+
+    def begin(self, decay: Mapping[str, float]) -> None:
+        """Before somebody else takes a step: remember what it will be compared with."""
+        self._start = None
+        if self.is_due:
+            weights = {n: w.clone() for n, w in self._weights().items()}
+            gradients = {n: g.clone() for n, g in self._gradients().items()}
+            self._start = weights, gradients, decay
+            self._expect(0.0, decay)
+
+    def look(self) -> None:
+        """After that step: what the model predicts of it, and `judge`."""
+        if self._start is None or self._expected is None:
+            return
+        weights, gradients, decay = self._start
+        now = self._weights()
+        step = {n: now[n] - w for n, w in weights.items() if n in gradients}
+        along = self.along([step], weights, gradients, decay)
+        predicted = change(along.slopes, along.products, (1.0,))
+        self._expected = (self._expected[0], predicted, decay)
+        self._start = None
+        self.judge()
+
+    def _expect(self, predicted: float, decay: Mapping[str, float]) -> None:
+        self._expected = self._objective(decay), predicted, decay
+
+    def judge(self) -> bool:
+        """After the step: let damping follow; whether the objective got no worse."""
+        expected, self._expected = self._expected, None
+        if expected is None or self._damping is None:
+            return True
+        before, predicted, decay = expected
+        after = self._objective(decay, again=True)
+        least = 4 * torch.finfo(self._engine.like.dtype).eps * abs(before)
+        self.ratio = reduction_ratio(before, after, predicted, least)
+        self._damping.follow(self.ratio)
+        return not self.ratio < 0
+
+    def _objective(self, decay: Mapping[str, float], *, again: bool = False) -> float:
+        """Mean loss of all ranks and weight decay; ``again``: at the weights now."""
+        losses = [
+            run.share * (self._replay.loss(run) if again else run.loss.detach())
+            for run in self._runs
+        ]
+        total, weights = torch.stack(losses).double().sum(), self._weights()
+        for name in (n for n in decay if decay[n]):
+            total = total + decay[name] * weights[name].double().square().sum() / 2
+        comm = self._engine.comm
+        return float(comm.agree(total.reshape(1))) / comm.world
+
+    def end(self) -> None:
+        """Let go of what the step has kept."""
+        self._runs, self._hessians = [], []
+        self._start = self._expected = None
+
+    def health(self) -> dict[str, float]:
+        """What was found last."""
+        found = {"damping": self.damping(), "ratio": self.ratio}
+        return found | {"lr": self.lr, "momentum": self.momentum}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step needs."""
+        value = first = None
+        if self._damping is not None:
+            value, first = self._damping.value, self._damping.first
+        names = ("ratio", "lr", "momentum")
+        found = {name: getattr(self, name) for name in names}
+        return {**found, "damping": value, "first": first, "written": self.written}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        for name in ("ratio", "lr", "momentum"):
+            setattr(self, name, float(state[name]))
+        self.written = [(float(x), float(y)) for x, y in state["written"]]
+        if self._damping is not None and state["damping"] is not None:
+            self._damping.value = float(state["damping"])
+            self._damping.first = float(state["first"])

@@ -1,0 +1,126 @@
+"""Rates and damping on three ranks: those of one process with all of the data."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from tests.library.quadratic.test_quadratic import case, closure_of, theta_of
+from tests.support.quadratic import Dense
+from tests.support.world import run_world
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad
+
+WORLD, STEPS = 3, 4
+NAMES = ("squared error", "cross-entropy", "binary cross-entropy", "gaussian", "own")
+STRATEGIES: tuple[Any, ...] = (
+    "spngd",
+    "layer_wise",
+    "factor_wise",
+    natgrad.hybrid(0.5),
+)
+Trace = list[tuple[Tensor, dict[str, float]]]
+
+
+def options_of(**changes: Any) -> natgrad.Options:
+    fixed: dict[str, Any] = {
+        "refresh": natgrad.Every(),
+        "fisher": "empirical",
+        "weight_decay": 0.01,
+        "damping": natgrad.AutoDamping(every=2),
+    }
+    return dataclasses.replace(natgrad.SPNGD.auto, **{**fixed, **changes})
+
+
+def trace(name: str, seeds: list[int], how: str = "", **changes: Any) -> Trace:
+    """Weights and findings after each step; several seeds are micro-batches."""
+    model, _, own = case(name)
+    parts = [case(name, seed)[1] for seed in seeds]
+    whole: Any = DistributedDataParallel(model) if how == "ddp" else model
+    options = options_of(**own, **changes)
+    if how == "host":
+        names = {"lr": None, "momentum": 0.9, "length": None, "strategy": "factor_wise"}
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        options = dataclasses.replace(options, **names)  # pyright: ignore
+        found: Any = natgrad.KFAC(whole, optimizer, options=options)
+    else:
+        optimizer = found = natgrad.SPNGD(whole, options=options)
+    kept: Trace = []
+    for i in range(STEPS):
+        if i == 2 and not how:  # from here on by another optimizer, from its state
+            found.gather()
+            state = copy.deepcopy(found.state_dict())
+            found.close()
+            optimizer = found = natgrad.SPNGD(whole, options=options)
+            found.load_state_dict(state)
+        optimizer.step([closure_of(whole, part) for part in parts])
+        health = found.health()
+        numbers = {n: health[n] for n in ("damping", "ratio", "lr", "momentum")}
+        kept.append((theta_of(model), numbers))
+    found.close()
+    return kept
+
+
+def on_rank(rank: int) -> list[Trace]:
+    found = [trace(name, [rank]) for name in NAMES]
+    found += [trace("squared error", [rank], strategy=s) for s in STRATEGIES]
+    found.append(trace("squared error", [rank], "ddp"))
+    found.append(trace("squared error", [rank], "host"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[list[Trace]]:
+    return run_world(WORLD, on_rank)
+
+
+def same(one: Trace, other: Trace) -> None:
+    for (x, found), (y, want) in zip(one, other, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-7, atol=1e-9)
+        assert found == pytest.approx(want, rel=1e-5, nan_ok=True)
+
+
+def test_all_ranks_take_the_same_step(traces: list[list[Trace]]) -> None:
+    first, *others = traces
+    for other in others:
+        for one, another in zip(first, other, strict=True):
+            for (x, found), (y, want) in zip(one, another, strict=True):
+                assert torch.equal(x, y)
+                assert repr(found) == repr(want)
+
+
+@pytest.mark.parametrize("i", range(len(NAMES)))
+def test_ranks_find_what_one_process_finds(traces: list[list[Trace]], i: int) -> None:
+    """With a resume in the middle, and as micro-batches in the one process."""
+    same(traces[0][i], trace(NAMES[i], [*range(WORLD)]))
+
+
+@pytest.mark.parametrize("i", range(len(STRATEGIES) + 1))
+def test_every_strategy_finds_the_same(traces: list[list[Trace]], i: int) -> None:
+    same(traces[0][len(NAMES) + i], traces[0][0])
+
+
+def test_a_host_on_ranks_has_the_damping_of_one_process(
+    traces: list[list[Trace]],
+) -> None:
+    same(traces[0][-1], trace("squared error", [*range(WORLD)], "host"))
+
+
+def test_ranks_agree_with_the_dense_matrix_of_all_data(
+    traces: list[list[Trace]],
+) -> None:
+    model, _, _ = case("squared error")
+    parts = [case("squared error", rank)[1] for rank in range(WORLD)]
+    dense = Dense(model, parts, 0.01)
+    (before, _), (theta, old), (after, now) = traces[0][0][:3]
+    step, last = after - theta, theta - before
+    left = dense.gradient(theta) + dense.matrix(theta) @ step + old["damping"] * step
+    scale = float(dense.gradient(theta).norm() * step.norm())
+    assert abs(float(left @ last)) < 1e-9 * scale
+    assert abs(float(left @ step)) < 1e-9 * scale
+    true = dense.objective(after) - dense.objective(theta)
+    predicted = dense.gradient(theta) @ step + step @ dense.matrix(theta) @ step / 2
+    assert now["ratio"] == pytest.approx(float(true / predicted))
