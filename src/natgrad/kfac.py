@@ -93,6 +93,7 @@ class KFAC(Inspectable):
             norm=norm,
             strategy=strategy,
         )
+        _require_effect(chosen)
         asked, chosen, current = chosen, *with_value(chosen)
         pairs = rule if isinstance(rule, Sequence) else ()
         parts = _parts_by_id(unwrap(model)[0], optimizer, chosen, pairs)
@@ -238,6 +239,22 @@ def _parts_by_id(
         own = [id(p) for p in parameters_of(model, named)]
         found |= {number: parts for number in own if number in found}
     return found
+
+
+HOST = ("lr", "momentum", "weight_decay", "average", "decay")
+"""Options of what `KFAC` leaves to its host optimizer."""
+
+
+def _require_effect(options: Options) -> None:
+    """Raise if an option is given that would have no effect."""
+    for name in HOST:
+        value, usual = getattr(options, name), getattr(KFAC.defaults, name)
+        if value not in (usual, AUTO):  # which has an error of its own
+            raise ValueError(
+                f"Invalid {name}={value!r} of KFAC: it would have no effect. Must be "
+                f"{usual!r}, the default: {name} is a matter of the optimizer that "
+                "KFAC preconditions for."
+            )
 
 
 def _require_tunable(

@@ -115,7 +115,7 @@ class Shampoo(_Preset):
     """
 
     defaults: ClassVar[Options] = Options(
-        rule=Kronecker(source="gradients", power=0.25, style="absolute"),
+        rule=Kronecker(source="gradients", power=0.25, style="whole"),
         fallback=Adam(damping=1e-8),
         length=MuonLength(adjust="match_rms_adamw"),
         average=AverageGradients(),

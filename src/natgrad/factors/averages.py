@@ -92,15 +92,18 @@ class Averages:
     def factor_damping(self, s: StatisticState) -> float:
         """What is added to one factor, in the chosen damping style.
 
-        All of lambda, its part of the pi-split, or its multiple of the factor's mean
-        eigenvalue (lambda itself if that is zero: a layer that sees nothing).
+        All of lambda, its root, its part of the pi-split, or its multiple of the
+        factor's mean eigenvalue (lambda itself if that is zero: a layer that sees
+        nothing). A factor that is alone has all of lambda.
         """
         block = self.block[s.spec.block]
         damping = self.damping_of(block)
         if block.rule.style == "relative":
             return damping * (s.mean_eigenvalue or 1.0)
-        if block.rule.style == "absolute" or len(block.spec.statistics) == 1:
+        if len(block.spec.statistics) == 1 or block.rule.style == "whole":
             return damping
+        if block.rule.style == "root":
+            return math.sqrt(damping)
         right, left = (self.states[x.name] for x in block.spec.statistics[:2])
         pi = pi_split(right.mean_eigenvalue, left.mean_eigenvalue)
         return split_damping(damping, pi)[s is left]

@@ -35,8 +35,7 @@ class Orthogonal(Rule):
         power: > 0; None: 1/2, which whitens, for ``"half"`` (any root will do: it is
             made by Cholesky), and 1 for ``"full"``.
         style: how the damping lambda enters each factor: ``"relative"`` to its mean
-            eigenvalue, ``"factored"``: lambda itself, split if there are two, or
-            ``"absolute"``: lambda itself.
+            eigenvalue, or ``"factored"``: lambda itself, split if there are two.
         iteration: ``"best"``: six quintics that leave singular values within 2e-3 of 1
             (`natgrad.math.polar.polar`); ``"muon"``: Muon's five, as published; or a
             tuple with the coefficients ``(a, b, c)`` of each quintic.
@@ -63,10 +62,10 @@ class Orthogonal(Rule):
             legal = "in [0, 1), or None"
             require_number("beta2", self.beta2, legal, low=0.0, below=1.0)
         _require_iteration(self.iteration)
-        if self.style == "eigen":
+        if self.style not in ("relative", "factored"):
             raise ValueError(
-                "Invalid style='eigen' of Orthogonal. Each side is whitened on its "
-                "own, so must be 'relative', 'factored' or 'absolute'."
+                f"Invalid style={self.style!r} of Orthogonal. Each side is whitened on "
+                "its own, so must be 'relative' or 'factored'."
             )
 
     @property

@@ -16,7 +16,7 @@ from natgrad.requiring import require_choice
 
 Sides = Literal["both", "inputs", "outputs", "none"]
 Source = Literal["activations", "gradients"]
-Style = Literal["eigen", "factored", "relative", "absolute"]
+Style = Literal["eigen", "factored", "relative", "whole", "root"]
 Basis = Literal["exact", "tracked"]
 MovedMoments = Literal["move", "keep", "restart"]
 Form = Literal["eigen", "inverse", "root", "power"]

@@ -357,7 +357,7 @@ def test_shampoo_is_pytorch_optimizers(every: int) -> None:
 
     found = ours(
         net(6, 5, 3),
-        rule=Kronecker(source="gradients", power=0.25, style="absolute"),
+        rule=Kronecker(source="gradients", power=0.25, style="whole"),
         factor_decay=1.0,
         damping=1e-3,
         refresh=Every(1, every),
@@ -378,7 +378,7 @@ def one_sided(p: nn.Parameter, state: dict[str, Any]) -> Tensor:
 
 def test_one_sided_shampoo_takes_the_square_root() -> None:
     # No package has it. With momentum after the rule, as SGD has it.
-    rule = Kronecker(source="gradients", power=0.5, sides="inputs", style="absolute")
+    rule = Kronecker(source="gradients", power=0.5, sides="inputs", style="whole")
     found = ours(
         net(6, 5, 3),
         rule=rule,

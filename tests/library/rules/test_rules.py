@@ -628,7 +628,7 @@ def test_inputs_only_plans_sends_and_captures_no_g() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Orthogonal(style="eigen"), "'factored' or 'absolute'"),
+        (lambda: Orthogonal(style="eigen"), "'relative' or 'factored'"),
         (lambda: EKFAC(style="factored"), "'eigen' or 'relative'"),
         (lambda: Kronecker(basis="tracked", style="factored"), "no eigenbases"),
         (lambda: EigenAdam(beta2=1.0), "beta2=1.0"),
