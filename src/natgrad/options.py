@@ -297,6 +297,19 @@ def take_parts(group: dict[str, Any], options: Options) -> Parts:
     return dataclasses.replace(options, **own).parts()
 
 
+def usual(name: str, defaults: Options, auto: Options | None, *rates: Any) -> Options:
+    """Of a class: its defaults, or what it has if one of the rates is to be found."""
+    asked = [x for x in rates if x == AUTO or isinstance(x, AutoDamping)]
+    if not asked:
+        return defaults
+    if auto is None:
+        raise ValueError(
+            f"Invalid {asked[0]!r} for {name}. Rates are found by a quadratic model of "
+            "the loss, for natural gradients: must be a number, or use SPNGD."
+        )
+    return auto
+
+
 class NotGiven:
     """The default of a constructor's argument: the option keeps its value."""
 

@@ -29,7 +29,6 @@ from natgrad.layers.registration import require_inside, require_known
 from natgrad.math import foreach
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts
 from natgrad.plan import Strategy
-from natgrad.quadratic.options import AUTO
 from natgrad.quadratic.rates import Rates, before_first, require_no_rates
 from natgrad.quadratic.tuner import with_value
 from natgrad.requiring import require_number
@@ -75,7 +74,7 @@ class SPNGD(Inspectable, Optimizer):
         strategy="spngd",
     )
     """The options that hold unless others are given."""
-    auto: ClassVar[Options] = Options(
+    auto: ClassVar[Options | None] = Options(
         lr="auto",
         momentum="auto",
         damping="auto",
@@ -86,7 +85,7 @@ class SPNGD(Inspectable, Optimizer):
         norm="unit",
         strategy="spngd",
     )
-    """Those that hold if a rate or the damping is to be found."""
+    """Those that hold if a rate or the damping is to be found; None: none is."""
 
     def __init__(
         self,
@@ -104,8 +103,8 @@ class SPNGD(Inspectable, Optimizer):
         grad_scaler: torch.amp.GradScaler | None = None,
         options: Options | NotGiven = NOT_GIVEN,
     ) -> None:
-        found = AUTO in (lr, momentum, damping) or isinstance(damping, o.AutoDamping)
-        usual = self.auto if found else self.defaults
+        kind = type(self)
+        usual = o.usual(kind.__name__, kind.defaults, kind.auto, lr, momentum, damping)
         chosen = given(
             usual if isinstance(options, NotGiven) else options,
             lr=lr,

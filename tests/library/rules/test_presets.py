@@ -153,3 +153,9 @@ def test_a_rule_for_what_is_not_in_the_model_is_refused() -> None:
         KFAC(model, optimizer, rule=[("convs", EKFAC())])
     with pytest.raises(ValueError, match="inside of the model"):
         KFAC(model, optimizer, rule=[(nn.Linear(2, 2), EKFAC())])
+
+
+@pytest.mark.parametrize("kind", [natgrad.Polar, natgrad.Muon, natgrad.SOAP])
+def test_rates_that_only_a_natural_gradient_can_find_are_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"Invalid 'auto' for \w+.*use SPNGD"):
+        kind(nn.Linear(3, 2), lr="auto")
