@@ -203,6 +203,8 @@ class SPNGD(Inspectable, Optimizer):
 
     def skipped(self, overflow: Tensor | None) -> bool:
         """Tell the scaler, if it is one's, that some rank has an overflow."""
+        if self.engine.tuner is not None:
+            self._rates.skipped()
         return self._overflow.told(overflow)
 
     def directions(self, gradients: dict[str, Tensor]) -> Directions:
