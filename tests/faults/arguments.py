@@ -103,13 +103,16 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "rule": {
         "Kronecker": {
             "sides": (SIDES, ["none", "other", 2]),
-            "style": (["eigen", "factored", "relative"], ["other", None]),
+            "style": (
+                ["eigen", "factored", "relative", "whole", "root"],
+                ["other", None],
+            ),
             "basis": BASIS,
             "source": SOURCE,
             "power": ([1.0, 0.5, 0.25], [0, -1, "1", None]),
         },
         "EKFAC": {
-            "style": (["eigen", "relative"], ["factored", "other"]),
+            "style": (["eigen", "relative"], ["factored", "whole", "other"]),
             "basis": BASIS,
             "moments": MOMENTS,
         },
@@ -124,7 +127,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
         "Orthogonal": {
             "sides": ([*SIDES, "none"], ["other"]),
             "whitening": (["half", "full"], ["other"]),
-            "style": (["relative", "factored"], ["eigen", "other"]),
+            "style": (["relative", "factored"], ["eigen", "root", "other"]),
             "source": SOURCE,
             "power": ([0.5, 0.25], [0, -1, "1", None]),
         },

@@ -15,7 +15,7 @@ from torch import Tensor
 from natgrad.checkpoint.gather import inverse_shapes, parts_kept
 from natgrad.factors.budget import Books, Cost
 from natgrad.factors.refresh import Timing
-from natgrad.factors.state import VERSION, require, require_part
+from natgrad.factors.state import require_part, require_version
 
 if TYPE_CHECKING:
     from natgrad.engine.machinery import Machinery
@@ -28,7 +28,7 @@ def require_state(state: Any, engine: "Machinery", part: Sequence[Any]) -> None:
     """Raise a ValueError that names the first thing that is not as it must be."""
     _require_ours(state)
     # before the keys, which other versions have others of
-    require("version", state["version"], VERSION)
+    require_version(state["version"])
     _require_keys("state", state, ("step", "statistics", "calls", "moments"))
     _require_rules(state.get("rules"), engine)
     saved = state.get("part")

@@ -12,6 +12,11 @@ from natgrad.math.inverse import Inverse
 from natgrad.plan.spec import StatisticSpec
 
 VERSION = 3
+WRITERS = {
+    1: "natgrad 0.1.0 from before the update rules",
+    2: "natgrad 0.1.0 from before rules were parts (scale=, damping_style=)",
+}
+"""What wrote states of earlier versions, which have other keys and bases."""
 
 
 @dataclass(kw_only=True)
@@ -66,7 +71,7 @@ def load(
 
     Tensors go to the device of ``like`` and, given a ``dtype``, to that.
     """
-    require("version", saved.get("version"), VERSION)
+    require_version(saved.get("version"))
     _require_match(states, saved["statistics"])
     step = int(saved["step"])
     entries = saved["statistics"].items()
@@ -119,6 +124,20 @@ def require(name: str, value: Any, legal: Any) -> None:
         raise ValueError(
             f"Invalid {name}={value!r} in the saved natgrad state. Must be {legal!r}."
         )
+
+
+def require_version(version: Any) -> None:
+    """Raise unless a state is of this version, and say which natgrad wrote it."""
+    if type(version) is int and version == VERSION:
+        return
+    known = WRITERS.get(version) if type(version) is int else None
+    newer = type(version) is int and version > VERSION
+    writer = known or ("a newer natgrad" if newer else "something else than natgrad")
+    raise ValueError(
+        f"Invalid version={version!r} in the saved natgrad state: it was written by "
+        f"{writer}. Must be {VERSION}: load it with the natgrad that wrote it, or go "
+        "on from the model's weights alone."
+    )
 
 
 def require_part(part: Sequence[Any] | None, here: Sequence[Any]) -> None:

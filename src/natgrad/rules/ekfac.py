@@ -35,10 +35,10 @@ class EKFAC(Rule):
 
     def __post_init__(self) -> None:
         require(self, style=Style, basis=Basis, moments=MovedMoments)
-        if self.style == "factored":
+        if self.style not in ("eigen", "relative"):
             raise ValueError(
-                "Invalid style='factored' of EKFAC. The second moment is of the whole "
-                "matrix, so must be 'eigen' or 'relative'."
+                f"Invalid style={self.style!r} of EKFAC. The second moment is of the "
+                "whole matrix, so must be 'eigen' or 'relative'."
             )
 
     @property

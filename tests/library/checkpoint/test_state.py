@@ -198,12 +198,14 @@ def bad_states() -> dict[str, tuple[Callable[[dict[str, Any]], None], str]]:
         state["statistics"]["3/G"]["average"] = torch.zeros(2)
 
     def older(state: dict[str, Any]) -> None:
-        state["version"] = 2
-        del state["moments"]
+        """As natgrad wrote it when rules were strings."""
+        state |= {"version": 2, "damping_style": "eigen"}
+        for key in ("rules", "references"):
+            del state[key]
 
     return {
-        "version": (version, "version=99.*Must be 3"),
-        "older": (older, "version=2.*Must be 3"),
+        "version": (version, "version=99.*by a newer natgrad.*Must be 3"),
+        "older": (older, "version=2.*by natgrad 0.1.0 from before.*Must be 3"),
         "missing": (missing, "'3/G' is missing in the saved state"),
         "extra": (extra, "'head/A' is missing in this model"),
         "size": (size, "'3/G'.*size 17.*Must be 3"),

@@ -97,7 +97,7 @@ def test_a_bad_kl_clip(value: Any) -> None:
 
 
 def test_the_kl_clip_needs_a_learning_rate() -> None:
-    with pytest.raises(ValueError, match=r"kappa=0.001.*optimizer, or length="):
+    with pytest.raises(ValueError, match=r"kappa=0.0001.*optimizer, or length="):
         natgrad.KFAC(mlp())
     natgrad.KFAC(mlp(), length=natgrad.Free())
 
@@ -477,3 +477,23 @@ def test_register_layer_refuses(bad: Any) -> None:
 def test_hybrid_refuses(bad: float) -> None:
     with pytest.raises(ValueError, match=rf"fraction={bad}.*\(0, 1\]"):
         natgrad.hybrid(bad)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"lr": 0.1},
+        {"momentum": 0.5},
+        {"weight_decay": 0.1},
+        {"average": natgrad.AverageGradients()},
+        {"decay": natgrad.Decoupled()},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_kfac_refuses_what_is_its_host_optimizers(option: dict[str, Any]) -> None:
+    """It would have no effect."""
+    (name,) = option
+    model = mlp()
+    with pytest.raises(ValueError, match=f"Invalid {name}=.* of KFAC.*no effect"):
+        sgd(model, **option)
+    assert not model[0]._forward_hooks

@@ -77,6 +77,19 @@ def test_factored_damping_is_the_dense_solution(name: str) -> None:
     near(layer_gradient(model.layer), want)
 
 
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+@pytest.mark.parametrize("style", ["whole", "root"])
+def test_each_factor_with_the_damping_or_its_root_is_the_dense_solution(
+    name: str, style: Any
+) -> None:
+    """Pauloski et al., eq. 11-12; Ma et al., appendix B."""
+    rule = Kronecker(style=style)
+    model, kfac, plain = preconditioned(KRONECKER[name], rule=rule)
+    added = DAMPING if style == "whole" else DAMPING**0.5
+    a, g = (x + added * torch.eye(x.shape[-1], dtype=x.dtype) for x in factors_of(kfac))
+    near(layer_gradient(model.layer), oracle.solve(oracle.kronecker(g, a), plain, 0.0))
+
+
 @pytest.mark.parametrize("style", ["eigen", "factored"])
 @pytest.mark.parametrize("name", NORM)
 def test_norms_take_the_whole_damping_in_either_style(name: str, style: Any) -> None:

@@ -214,9 +214,11 @@ class CurvatureConfig:
     """What factors are estimated from."""
     power: float | None = None
     """What a factor is raised to (minus this)."""
-    style: Literal["eigen", "factored", "relative"] | None = None
+    style: Literal["eigen", "factored", "relative", "whole", "root"] | None = None
     """eigen: exact (Pauloski et al. 2020, eq. 13-15). factored: pi-split and Cholesky
-    (Osawa et al. 2020, eq. 12). relative: to each factor's mean eigenvalue."""
+    (Osawa et al. 2020, eq. 12). relative: to each factor's mean eigenvalue. whole: the
+    damping on each factor (Pauloski et al. 2020, eq. 11-12). root: its root on each
+    (Ma et al. 2019, appendix B)."""
     whitening: Literal["half", "full"] | None = None
     """Of orthogonal."""
     basis: Literal["exact", "tracked"] | None = None
