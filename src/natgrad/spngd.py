@@ -177,10 +177,8 @@ class SPNGD(Inspectable, Optimizer):
 
         If a gradient on any rank is not finite, nothing changes.
 
-        With ``lr``, ``momentum`` or ``damping`` ``"auto"``, the closure must return
-        outputs and loss, without a backward, and may be run several times; a list of
-        closures is one of micro-batches. Gradients are set to zero, and the loss is
-        returned.
+        With something ``"auto"`` the closure returns outputs and loss, without a
+        backward, and may run several times; a list is one of micro-batches.
         """
         value, tuner = None, self.engine.tuner
         if tuner is not None:

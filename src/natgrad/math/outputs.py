@@ -121,7 +121,8 @@ def _drawn_class(x: Tensor, dim: int, u: Tensor, hu: Tensor) -> Tensor | None:
     square = fit.square().sum(-1, keepdim=True)
     weight = (hu * fit).sum(-1, keepdim=True) / square.clamp_min(_tiny(square))
     weight = weight.clamp_min(0)
-    if not bool((hu - weight * fit).norm() <= 10 * SAME * hu.norm()):
+    # of a saturated softmax little but rounding is left
+    if not bool((hu - weight * fit).norm() <= 0.1 * hu.norm() + 1e-6 * u.norm()):
         return None
     drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1).reshape(*p.shape[:-1], 1)
     g = weight.sqrt() * (p - torch.zeros_like(p).scatter_(-1, drawn, 1.0))
