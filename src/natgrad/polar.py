@@ -23,14 +23,14 @@ class Polar(SPNGD):
         U     = polar(V W) W^T              all singular values of V W become 1
         w    <- w - lr f |w0| U / |U|       w0 is the weight that training began with
 
-    A learning rate of 0.02 moves w by 2% of what it was at the start. f is 1 as long as
+    A learning rate of 0.03 moves w by 3% of what it was at the start. f is 1 as long as
     gradients have their usual size, and falls with gradients that vanish (`LayerTrust`
     and `natgrad.math.rules.fading`), so that a constant rate trains to the end.
     Biases without a weight, normalisation layers and parameters of unknown layers
     follow Adam's rule with a fifth of the learning rate. No gradient statistic is
     estimated. ::
 
-        optimizer = natgrad.Polar(model)  # lr=0.02
+        optimizer = natgrad.Polar(model)  # lr=0.03
 
     It is `SPNGD` with other options, ``Polar.defaults``, and takes the same arguments.
     """
@@ -41,7 +41,7 @@ class Polar(SPNGD):
         length=LayerTrust(),
         average=AverageGradients(nesterov=True),
         decay=Decoupled(),
-        lr=0.02,
+        lr=0.03,
         weight_decay=0.01,
         momentum=0.8,
         damping=1.0,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import distributed as ranks
 from benchmarks import (
+    constant_rate,
     factors,
     images,
     memory,
@@ -16,7 +16,9 @@ from benchmarks import (
     scaling,
     step_time,
     trace,
+    zoo,
 )
+from benchmarks import distributed as ranks
 from benchmarks.cases import QUICK_CASES
 from benchmarks.common import (
     FULL,
@@ -311,3 +313,29 @@ def test_factors_run(tmp_path: Path):
     rows = (tmp_path / "factors.md").read_text().splitlines()
     assert rows[-1].startswith("| 8 ")
     assert rows[-1].count("|") == 2 + len(factors.OPERATIONS)
+
+
+def test_the_zoo_runs(tmp_path: Path):
+    where = ["--only", "list of inputs", "--steps", "2", "--out", str(tmp_path)]
+    zoo.main(where)
+    kept = json.loads((tmp_path / "zoo.json").read_text())["members"]["list of inputs"]
+    assert set(kept) == {"start", "seconds", *zoo.ALL}
+    zoo.main([*where, "--again", "Polar"])
+    again = json.loads((tmp_path / "zoo.json").read_text())["members"]["list of inputs"]
+    assert {**again, "seconds": 0} == {**kept, "seconds": 0}
+    assert "| list of inputs |" in (tmp_path / "zoo.md").read_text()
+
+
+def test_what_a_loss_of_the_zoo_may_be():
+    outcome: dict[str, Any] = {"start": 2.0, "AdamW": {"0.01": 1.0, "0.1": 3.0}}
+    outcome |= {"SGD": {"0.1": 1.0}, "Polar": 1.12, "SPNGD": float("nan")}
+    outcome |= {"KFAC on SGD": 1.13, "KFAC on AdamW": 0.5}
+    assert zoo.bound(outcome) == pytest.approx(1.12)
+    assert zoo.misses(outcome) == ["KFAC on SGD", "SPNGD"]
+    assert zoo.row("x", outcome)[-1] == "**nan**"
+
+
+def test_the_snippet_runs(tmp_path: Path):
+    constant_rate.main(["--seeds", "0", "--steps", "1", "--out", str(tmp_path)])
+    page = (tmp_path / "constant_rate.md").read_text()
+    assert page.count("| constant ") == page.count("| falls to zero ") == 4

@@ -193,6 +193,15 @@ def test_tests_that_a_page_names_exist(path: Path) -> None:
     assert lost_tests(path.read_text()) == []
 
 
+def test_every_fault_of_the_page_has_a_test() -> None:
+    """The tests that it names exist: see above."""
+    table = (DOCS / "faults.md").read_text().split("## Fault by fault")[1]
+    rows = [x for x in table.split("\n## ")[0].splitlines() if x.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        assert "::test_" in row.rstrip("| ").split(" | ")[-1], row
+
+
 def test_a_test_that_is_gone_is_noticed() -> None:
     assert len(TEST_NAME.findall((DOCS / "faults.md").read_text())) > 5
     text = "`tests/gone.py`, `tests/lab/test_docs.py::test_gone`, `…::test_gone`"

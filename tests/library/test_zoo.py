@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support import oracle
-from tests.support.zoo import ZOO, Batch, Member, drawn
+from tests.support.zoo import ZOO, Batch, Make, Member, drawn, train
 from torch import Tensor, nn
 
 import natgrad
@@ -138,3 +138,23 @@ def test_its_counts_are_those_of_brute_force(name: str) -> None:
             found_a, found_g = (kfac.statistic(f"{key}/{side}") for side in "AG")
             torch.testing.assert_close(found_a, a, rtol=1e-9, atol=1e-12)
             torch.testing.assert_close(found_g, g, rtol=1e-9, atol=1e-12)
+
+
+def adamw(rate: float) -> Make:
+    return lambda model, _: torch.optim.AdamW(trained(model), lr=rate)
+
+
+def kfac(model: nn.Module, _: Member) -> Any:
+    optimizer = torch.optim.SGD(trained(model), lr=0.1, momentum=0.9)
+    natgrad.KFAC(model, optimizer, damping=1e-2)
+    return optimizer
+
+
+@pytest.mark.parametrize("name", ["several forwards", "autoencoder"])
+def test_at_a_constant_rate_it_gets_as_far_as_adamw(name: str) -> None:
+    """With steps at the norm of now, or a clip of 1e-3, one of these fails."""
+    member, steps = ZOO[name], 150
+    start = train(member, adamw(1e-3), seed=0, steps=0)
+    reached = min(train(member, adamw(r), 0, steps) for r in (1e-3, 3e-3, 1e-2))
+    for make in (lambda model, _: natgrad.Polar(model), kfac):
+        assert train(member, make, 0, steps) <= 1.1 * reached + 0.01 * start

@@ -44,6 +44,10 @@ class Member:
     others: tuple[str, ...] = ()
 
 
+Make = Callable[[nn.Module, Member], Any]
+"""An optimizer for a network."""
+
+
 def drawn(data: Batch, count: int | None, source: torch.Generator) -> Batch:
     """A random batch of ``count`` examples; None: all."""
     if count is None:
@@ -51,6 +55,27 @@ def drawn(data: Batch, count: int | None, source: torch.Generator) -> Batch:
     total = len(next(iter(data.values())))
     index = torch.randint(total, (count,), generator=source)
     return {name: x[index] for name, x in data.items()}
+
+
+def train(member: Member, make: Make, seed: int, steps: int) -> float:
+    """The loss of all examples in the end; NaN if it went wrong."""
+    source = torch.Generator().manual_seed(100 + seed)
+    data = member.data(source)
+    torch.manual_seed(seed)
+    model = member.build()
+    optimizer = make(model, member)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        try:
+            loss = member.loss(model, drawn(data, member.batch, source))
+        except RuntimeError:  # a binary cross-entropy refuses NaN
+            return math.nan
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        torch.manual_seed(0)
+        loss = member.loss(model, data).item()
+    return loss / (len(data["x"]) if member.reduction == "sum" else 1)
 
 
 def vae_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -72,15 +72,15 @@ class KLClip(Length):
     Pauloski et al., eq. 18, where the product of update u and gradient stands for
     ``u^T F u``. With inverses of an earlier F that is too small where the curvature
     along u has grown since, so it is multiplied by the growth. The bound is of the
-    preconditioned gradient: what momentum adds to it later is not counted. For natural
-    gradients only.
+    preconditioned gradient: what momentum adds to it later is not counted, and can be
+    a hundredfold with a momentum of 0.9. For natural gradients only.
 
     Attributes:
-        kappa: the bound, > 0.
+        kappa: the bound, > 0. Pauloski et al. have 1e-3.
         lr: the learning rate, for a `KFAC` that has no optimizer to read it from.
     """
 
-    kappa: float = 1e-3
+    kappa: float = 1e-4
     lr: float | None = None
 
     def __post_init__(self) -> None:

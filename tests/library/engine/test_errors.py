@@ -97,7 +97,7 @@ def test_a_bad_kl_clip(value: Any) -> None:
 
 
 def test_the_kl_clip_needs_a_learning_rate() -> None:
-    with pytest.raises(ValueError, match=r"kappa=0.001.*optimizer, or length="):
+    with pytest.raises(ValueError, match=r"kappa=0.0001.*optimizer, or length="):
         natgrad.KFAC(mlp())
     natgrad.KFAC(mlp(), length=natgrad.Free())
 

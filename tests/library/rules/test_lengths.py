@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import warnings
 from typing import Any
 
@@ -345,3 +346,25 @@ def test_the_clip_bounds_the_curvature_of_today() -> None:
             for name, n in (("model/A", 6), ("model/G", 3))
         )
         assert float((u * (g @ u @ a)).sum()) < 1.5 * kappa
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_squared_error_does_not_make_the_defaults_blow_up(seed: int) -> None:
+    """With a bound of 1e-3 the loss rises to two and three times the first one."""
+    torch.manual_seed(seed)
+    widths = (16, 12, 8, 4, 8, 12, 16)
+    pairs = itertools.pairwise(widths)
+    layers = [x for a, b in pairs for x in (nn.Linear(a, b), nn.Tanh())]
+    model = nn.Sequential(*layers[:-1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    natgrad.KFAC(model, optimizer)
+    mixed, losses = 1.5 * torch.randn(3, 16), list[float]()
+    for _ in range(120):
+        x = (torch.randn(32, 3) @ mixed).sigmoid()
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert max(losses) < 1.3 * losses[0]
+    assert sum(losses[-10:]) / 10 < 0.4 * losses[0]
