@@ -11,12 +11,14 @@ from natgrad.factors.budget import Budget
 from natgrad.factors.refresh import Adaptive, Every, Paced, Refresh, Scheduled
 from natgrad.kfac import KFAC
 from natgrad.layers import LayerKind, register_layer
+from natgrad.layers.split import GroupList, groups
 from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
+from natgrad.presets import SOAP, Muon, Shampoo
 from natgrad.quadratic.options import AutoDamping
 from natgrad.rules.averages import Average, AverageGradients, AverageUpdates
-from natgrad.rules.decays import Coupled, Decay, Decoupled, Rescaled
+from natgrad.rules.decays import Coupled, Decay, Decoupled, FixedNorm, Rescaled
 from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.ekfac import EKFAC
 from natgrad.rules.fallbacks import Adam, Plain
@@ -31,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EKFAC",
     "KFAC",
+    "SOAP",
     "SPNGD",
     "Adam",
     "Adaptive",
@@ -45,13 +48,16 @@ __all__ = [
     "Decoupled",
     "EigenAdam",
     "Every",
+    "FixedNorm",
     "Free",
+    "GroupList",
     "KLClip",
     "Kronecker",
     "LayerKind",
     "LayerTrust",
     "Length",
     "Matrices",
+    "Muon",
     "MuonLength",
     "Options",
     "Orthogonal",
@@ -62,6 +68,8 @@ __all__ = [
     "Rescaled",
     "Rule",
     "Scheduled",
+    "Shampoo",
+    "groups",
     "hybrid",
     "plan",
     "register_layer",

@@ -1,5 +1,6 @@
 """KFAC: a gradient preconditioner for any torch optimizer."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Refresh
 from natgrad.layers import Block
 from natgrad.layers.registration import require_known
+from natgrad.layers.split import Named, parameters_of
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy
 from natgrad.quadratic.hosts import coupled_decay, require_host
@@ -52,7 +54,10 @@ class KFAC(Inspectable):
         options: the `Options` to start from, ``KFAC.defaults`` if not given.
 
     These replace the option of the same name (see `Options`): rule, length, damping,
-    factor_decay, refresh, loss, norm, strategy.
+    factor_decay, refresh, loss, norm, strategy. Layers get rules of their own by a list
+    of pairs, ``rule=[("encoder", EKFAC()), ([model.head], Plain())]``: names of modules
+    or parameters, modules, or a list of these, and a rule. Of pairs that name the same
+    parameter the last one counts; what none names follows the rule of the options.
     """
 
     defaults: ClassVar[Options] = Options()
@@ -63,7 +68,7 @@ class KFAC(Inspectable):
         model: nn.Module,
         optimizer: Optimizer | None = None,
         *,
-        rule: Rule | NotGiven = NOT_GIVEN,
+        rule: Rule | Sequence[tuple[Named, Rule]] | NotGiven = NOT_GIVEN,
         length: Length | NotGiven | None = NOT_GIVEN,
         damping: o.Damping | o.AutoDamping | o.Auto | NotGiven = NOT_GIVEN,
         factor_decay: float | NotGiven = NOT_GIVEN,
@@ -79,7 +84,7 @@ class KFAC(Inspectable):
         self.optimizer = optimizer
         chosen = given(
             self.defaults if isinstance(options, NotGiven) else options,
-            rule=rule,
+            rule=NOT_GIVEN if isinstance(rule, Sequence) else rule,
             length=length,
             damping=damping,
             factor_decay=factor_decay,
@@ -89,15 +94,18 @@ class KFAC(Inspectable):
             strategy=strategy,
         )
         _require_effect(chosen)
-        _require_rate(chosen.the_length, optimizer)
         asked, chosen, current = chosen, *with_value(chosen)
+        pairs = rule if isinstance(rule, Sequence) else ()
+        parts = _parts_by_id(unwrap(model)[0], optimizer, chosen, pairs)
+        for length_of in dict.fromkeys(p.length for p in parts.values()):
+            _require_rate(length_of, optimizer)
         if asked.is_auto:
             _require_tunable(asked, optimizer, grad_scaler)
         self.engine: Engine = Engine(
             model,
             chosen,
             grad_scaler=grad_scaler,
-            groups=None if optimizer is None else _groups_of(optimizer, chosen),
+            groups=parts,
             optimizer=optimizer,
             follows_ddp=True,
         )
@@ -190,6 +198,8 @@ class KFAC(Inspectable):
                 block.write_gradient(update, _product(found.clips.get(name), unit))
             elif self.engine.own_gradients or _changes(block):
                 block.write_gradient(update, unit)
+        for p in (p for n in found.waiting for p in self.engine.block[n].parameters):
+            p.grad = None  # the optimizer leaves it as it is
 
     def _gradient_scale(self) -> Tensor | None:
         """What gradients are still multiplied by: fused optimizers divide it out.
@@ -207,16 +217,28 @@ class KFAC(Inspectable):
 
 
 def _changes(block: Block) -> bool:
-    return not isinstance(block.rule, Plain)
+    return block.is_asked or not isinstance(block.rule, Plain)
 
 
 def _product(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return y if x is None else x if y is None else x * y
 
 
-def _groups_of(optimizer: Optimizer, options: Options) -> dict[int, Parts]:
-    parts = options.parts()
-    return {id(p): parts for group in optimizer.param_groups for p in group["params"]}
+def _parts_by_id(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    options: Options,
+    rules: Sequence[tuple[Named, Rule]],
+) -> dict[int, Parts]:
+    """What the update of each of the optimizer's parameters is made of, by id."""
+    groups = optimizer.param_groups if optimizer else [{"params": model.parameters()}]
+    usual = options.parts()
+    found = {id(p): usual for group in groups for p in group["params"]}
+    for named, rule in rules:
+        parts = dataclasses.replace(options, rule=rule).parts()
+        own = [id(p) for p in parameters_of(model, named)]
+        found |= {number: parts for number in own if number in found}
+    return found
 
 
 HOST = ("lr", "momentum", "weight_decay", "average", "decay")

@@ -125,8 +125,7 @@ class SPNGD(Inspectable, Optimizer):
             "momentum": before_first("momentum", chosen.momentum),
             "weight_decay": chosen.weight_decay,
         }
-        named = [{"params": list(plain.named_parameters())}]
-        mine = [dict(group) for group in groups or named]
+        mine = [dict(group) for group in groups or self._usual_groups(plain, chosen)]
         require_no_rates(mine, chosen)
         asked, chosen, current = chosen, *with_value(chosen)
         parts = [take_parts(group, chosen) for group in mine]
@@ -156,6 +155,10 @@ class SPNGD(Inspectable, Optimizer):
         check = partial(require_momentum, self, self.engine)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
+
+    def _usual_groups(self, model: nn.Module, options: Options) -> list[dict[str, Any]]:
+        """What is trained if no groups are given: everything, alike."""
+        return [{"params": list(model.named_parameters())}]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: its plan has every parameter already."""
@@ -282,21 +285,21 @@ class SPNGD(Inspectable, Optimizer):
         for block in blocks:
             if not block.is_foreign:
                 by_decay.setdefault(parts[block.name].decay, []).append(block)
-        self._shrink([b for d, bs in by_decay.items() if not d.coupled for b in bs])
+        decays = [(d, b) for d, its in by_decay.items() for b in its]
+        self._shrink([p for decay, b in decays for p in decay.decayed(b)])
         for group, average, params, changes in self._by_group(updates):
             lr, momentum = group["lr"], group["momentum"]
             average.move(self.state, params, changes, lr, momentum)
         for decay, its in by_decay.items():
-            for block, change in decay.rescaled(its):
-                average = parts[block.name].average
-                average.follow(self.state, block.parameters[0], change)
+            average = {id(p): parts[b.name].average for b in its for p in b.parameters}
+            for p, change in decay.rescaled(its, self.engine.references):
+                average[id(p)].follow(self.state, p, change)
 
-    def _shrink(self, blocks: list[Block]) -> None:
-        """Decoupled decay, of weights that have factors and are no tables."""
-        blocks = [b for b in blocks if b.is_factored and not b.is_table]
-        weights = {id(b.parameters[0]) for b in blocks}
+    def _shrink(self, params: list[Tensor]) -> None:
+        """Decoupled decay, a group at a time."""
+        chosen = {id(p) for p in params}
         for group in self.param_groups:
-            decayed = [p for p in group["params"] if id(p) in weights]
+            decayed = [p for p in group["params"] if id(p) in chosen]
             if group["weight_decay"] and decayed:
                 foreach.scale_(decayed, 1 - group["lr"] * group["weight_decay"])
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from tests.reference.kfac import KFAC
-from tests.reference.muon import Muon, polar
-from tests.reference.polar import Polar
+from tests.reference.muon import Muon
+from tests.reference.polar import Polar, polar
 from tests.reference.soap import SOAP
 from tests.reference.spngd import SPNGD
 from torch import Tensor, nn
@@ -183,7 +183,8 @@ def test_polar(net: Net) -> None:
     assert_equal(trained(net, ours), trained(net, plain))
 
 
-@pytest.mark.parametrize("net", [mlp, convnet])
+# No bias before a batch norm: its gradient is rounding, which Adam would raise.
+@pytest.mark.parametrize("net", [square_mlp, convnet])
 def test_muon(net: Net) -> None:
     rates: Any = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
 
@@ -193,9 +194,9 @@ def test_muon(net: Net) -> None:
     def ours(model: nn.Module) -> Callable[[], Any]:
         options = replace(
             natgrad.SPNGD.defaults,
-            rule=natgrad.Orthogonal(sides="none"),
+            rule=natgrad.Orthogonal(sides="none", iteration="muon"),
             fallback=natgrad.Adam(),
-            length=natgrad.MuonLength(),
+            length=natgrad.MuonLength(normalise=False),
             average=natgrad.AverageGradients(nesterov=True),
             decay=natgrad.Decoupled(),
             norm="skip",
@@ -213,8 +214,9 @@ def test_soap(net: Net) -> None:
     def ours(model: nn.Module) -> Callable[[], Any]:
         options = replace(
             natgrad.SPNGD.defaults,
-            rule=natgrad.EigenAdam(source="gradients", moments="keep"),
+            rule=natgrad.SOAP.defaults.rule,
             fallback=natgrad.Adam(),
+            damping=1e-3,
             average=natgrad.AverageGradients(),
             decay=natgrad.Decoupled(),
             factor_decay=0.95,

@@ -20,8 +20,9 @@ class Watched:
             example's own, as the loss is a mean over N.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, *, bias: bool = True) -> None:
         self.layer: Any = layer
+        self.has_bias = bias and layer.bias is not None
         self.a = self.g = torch.empty(0)
         layer.register_forward_hook(self._forward)
 
@@ -34,7 +35,7 @@ class Watched:
                 x, size, stride=layer.stride, padding=tuple(map(int, layer.padding))
             )
             x = columns.mT.flatten(0, 1)
-        ones = x.new_ones(len(x), int(layer.bias is not None))
+        ones = x.new_ones(len(x), int(self.has_bias))
         self.a = torch.cat([x, ones], 1)
         y.register_hook(self._backward)
 
@@ -43,8 +44,8 @@ class Watched:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The weight, and the bias if there is one."""
-        return list(self.layer.parameters())
+        """The weight, and the bias if it is part of the matrix."""
+        return list(self.layer.parameters())[: 1 + self.has_bias]
 
     def matrix(self) -> Tensor:
         """The weight ``(m, n)``, with the bias as its last column."""
@@ -65,10 +66,16 @@ class Watched:
         ]
 
 
-def watch(model: nn.Module) -> tuple[dict[str, Watched], dict[str, nn.Parameter]]:
+def watch(
+    model: nn.Module, *, biases: bool = True
+) -> tuple[dict[str, Watched], dict[str, nn.Parameter]]:
     """Linear and convolution layers of a model by name, and all other parameters."""
     kinds = nn.Linear, nn.Conv2d
-    layers = {n: Watched(x) for n, x in model.named_modules() if isinstance(x, kinds)}
+    layers = {
+        n: Watched(x, bias=biases)
+        for n, x in model.named_modules()
+        if isinstance(x, kinds)
+    }
     known = {id(p) for layer in layers.values() for p in layer.parameters}
     rest = {n: p for n, p in model.named_parameters() if id(p) not in known}
     return layers, rest

@@ -125,11 +125,12 @@ def _file(engine: "Engine", name: str) -> dict[str, Any]:
 def _file_moment(engine: "Engine", block: Block) -> dict[str, Any]:
     """A block's second moment, on the ranks that keep it, if its rule has one."""
     works = engine.comm.rank in engine.plan.workers[block.name]
-    if not (block.rule.adapts and (works or engine.gathered)):
+    shape = block.rule.moment_shape(shape_of(block))
+    if shape is None or not (works or engine.gathered):
         return {}
     state = engine.moments.states.get(block.name)
     if state is None:
-        unknown = engine.like.new_full(shape_of(block), float("nan"))
+        unknown = engine.like.new_full(shape, float("nan"))
         filed = {"square": unknown, "steps": torch.tensor(float("nan"))}
     else:
         filed = {"square": state.square, "steps": torch.tensor(float(state.steps))}

@@ -44,12 +44,16 @@ class Engine(Machinery):
                 self.skip_step(overflow=update.skipped(overflow))
                 return False
             gradients = verdict.among(gradients)
+            waiting = self.waiting()
+            moving = {n: g for n, g in gradients.items() if n not in waiting}
+            given = update.directions(moving)
+            updates = self.precondition(given, late=True)
             self.refresh(sums.packed, verdict, gradients)
             self.references.begin(self.blocks, self.like)
-            given = update.directions(gradients)
-            updates = self.precondition(given)
+            updates |= self.precondition(given)
             updates, clips = self.measured(updates, given, update)
-            update.write(Updates(updates, clips, verdict.present))
+            present = verdict.present - waiting
+            update.write(Updates(updates, clips, present, waiting))
             self.end(captured)
         return True
 
@@ -138,9 +142,25 @@ class Engine(Machinery):
         self.statistics.refresh(sums, verdict, gradients)
         self.preconditioner.follow(old)
 
-    def precondition(self, given: Directions) -> dict[str, Tensor]:
-        """What the rules make of the directions."""
+    def waiting(self) -> frozenset[str]:
+        """Names of the blocks whose rule has no factors of earlier steps to use."""
+        states = self.statistics.states
+        late = [b for b in self.blocks if b.rule.late and b.kind is not None]
+        return frozenset(
+            b.name
+            for b in late
+            if not all(states[s.name].timing.inverted for s in b.spec.statistics)
+        )
+
+    def precondition(
+        self, given: Directions, *, late: bool = False
+    ) -> dict[str, Tensor]:
+        """What the rules make of the directions: those that come late, or the others.
+
+        A late one is applied before the refresh, with the factors of earlier steps.
+        """
         blocks = [self.block[name] for name in given.directions]
+        blocks = [b for b in blocks if b.rule.late == late]
         updates = self.preconditioner(blocks, given.directions, given.gradients)
         if self.probe is not None:
             self.probe.note(given.directions, updates)
@@ -180,7 +200,7 @@ class Engine(Machinery):
             if clip is not None:
                 layers = [name for name in names if self.block[name].kind is not None]
                 clips |= dict.fromkeys(layers, clip)
-        return {name: found[name] for name in updates}, clips
+        return {n: found[n] for n in given.directions if n in found}, clips
 
     def _total(self, x: Tensor) -> Tensor:
         """The sum over all ranks."""
@@ -214,6 +234,7 @@ class Engine(Machinery):
             self.probe.finish()
         if self.comm.rank == 0:
             self.references.watch(self.step, self.blocks, self.like)
+        self.preconditioner.stacks.forget()
         self.statistics.step += 1
         if self.comm.world > 1:
             self.comm.end_step()

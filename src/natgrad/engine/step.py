@@ -31,12 +31,14 @@ class Updates:
         updates: ``(s, m, n)`` by block name, at their own lengths.
         clips: factors that updates are still to be multiplied by, where there are any;
             of a block that another rank works on too.
-        present: names of the blocks that have a gradient on some rank.
+        present: names of the blocks that have a gradient on some rank and move.
+        waiting: names of those that do not move yet: their rule has no factors so far.
     """
 
     updates: dict[str, Tensor]
     clips: dict[str, Tensor]
     present: frozenset[str]
+    waiting: frozenset[str] = frozenset()
 
 
 class Update(Protocol):

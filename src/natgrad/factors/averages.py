@@ -200,9 +200,14 @@ class Averages:
     def _weights(self, s: StatisticState) -> tuple[float, float]:
         """Of the old value and the new estimate; the first estimate starts it.
 
-        With a decay of 1 nothing is forgotten: a sum, as Shampoo has it.
+        The weights of single gradients fall with their age from the first on: one
+        gradient is a poor start for a running average, the activations of a batch are
+        not. With a decay of 1 nothing is forgotten: a sum, as Shampoo has it.
         """
         old = self.options.factor_decay if s.estimated else 0.0
+        if s.spec.is_local and 0.0 < old < 1.0:
+            steps = s.timing.refreshed
+            old *= (1 - old**steps) / (1 - old ** (steps + 1))
         return old, (1 - old if old < 1 else 1.0)
 
     def _note_changes(
@@ -214,23 +219,25 @@ class Averages:
         """How much each average is about to change (Osawa et al. 2019, eq. 19)."""
         for s in mine:
             if s.average is not None:
-                old, weight = s.average, 1 - self.options.factor_decay
-                moved = weight * _norm(sums[s.spec.name] - old, s)
+                old, (kept, weight) = s.average, self._weights(s)
+                new = sums[s.spec.name]
+                moved = weight * _norm(new if kept == 1 else new - old, s)
                 changes[s.spec.name] = rate = change_rate(moved, _norm(old, s))
                 if self.account is not None:
                     self.account.note_change(s.spec.name, rate)
 
     def _average(self, mine: list[StatisticState], sums: dict[str, Tensor]) -> None:
-        decay = self.options.factor_decay
-        running = [s for s in mine if s.estimated and decay and s.average is not None]
-        averages = [s.average for s in running if s.average is not None]
-        if averages:
-            foreach.scale_(averages, decay)
-            weight = 1 - decay if decay < 1 else 1.0
-            foreach.add_(averages, [sums[s.spec.name] for s in running], weight)
+        running: dict[tuple[float, float], list[StatisticState]] = {}
         for s in mine:
-            if s.average is None or not (s.estimated and decay):
+            weights = self._weights(s)
+            if s.average is None or not weights[0]:
                 s.average = sums[s.spec.name]
+            else:
+                running.setdefault(weights, []).append(s)
+        for (old, new), states in running.items():
+            averages = [s.average for s in states if s.average is not None]
+            foreach.scale_(averages, old)
+            foreach.add_(averages, [sums[s.spec.name] for s in states], new)
 
 
 def _norm(flat: Tensor, s: StatisticState) -> Tensor:

@@ -124,7 +124,7 @@ class Statistics(Averages):
             matrix=self.dense(s),
             form=form,
             damping=0.0 if form in ("eigen", "moment") else self.factor_damping(s),
-            power=rule.power if form == "power" else 1.0,
+            power=rule.power or 1.0,
             earlier=s.inverse if tracked else None,
             parts=s.spec.parts,
             padding=s.spec.padding,

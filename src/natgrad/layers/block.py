@@ -34,6 +34,7 @@ class Block:
         is_foreign: whether another optimizer has it, so that no rule may change it.
         is_table: whether an input chooses a column of the weight (an embedding).
         is_factored: whether it is a matrix with a side of inputs and one of outputs.
+        is_asked: whether its group asks for a rule without factors: it is no fallback.
         rule: what turns its gradient into an update.
     """
 
@@ -46,6 +47,7 @@ class Block:
     is_foreign: bool = False
     is_table: bool = False
     is_factored: bool = False
+    is_asked: bool = False
     rule: Rule = field(default_factory=Plain)
 
     @property
@@ -169,7 +171,9 @@ def find_blocks(
         elif id(weight) not in found:
             found[id(weight)] = _block(name, module, kind)
             if not kind.options.bias:
-                _note(reasons, module, "its weight is in another group")
+                own = kind.options.any_matrix
+                why = "a bias is no part of the matrix under its rule"
+                _note(reasons, module, why if own else "its weight is in another group")
         else:
             _tie(found[id(weight)], name, module, kind)
     _note_other_uses(model, found)
@@ -188,14 +192,19 @@ def _all_alike(
 
 
 def _options_of(module: nn.Module, known: Mapping[int, LayerOptions]) -> LayerOptions:
-    """Those of a layer's weight; the bias is left out where it has others."""
+    """Those of a layer's weight; the bias is left out where it has others.
+
+    And where factors do not come from activations, in which it is an input that is
+    always 1: there it is a parameter of its own.
+    """
     kind = kind_of(module, LayerOptions())
     if kind is None:
         return LayerOptions()
     weight, bias = (trainable(module, x) for x in (kind.weight_name, kind.bias_name))
     options = known.get(id(weight), LayerOptions())
     alike = bias is None or known.get(id(bias)) == options
-    return options if alike else replace(options, bias=False)
+    alone = options.any_matrix and not is_norm(kind)
+    return replace(options, bias=False) if alone or not alike else options
 
 
 def _layers(

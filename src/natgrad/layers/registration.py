@@ -45,7 +45,9 @@ def register(
             "one that was made of the model's parameters."
         )
     for block in blocks:
-        block.rule = rule_for(block, parts_for(block, options, groups))
+        parts = parts_for(block, options, groups)
+        block.rule = rule_for(block, parts)
+        block.is_asked = is_fallback(parts.rule) and not block.is_foreign
         block.spec = _with_forms(block.spec, block.rule)
     asked = any(not is_fallback(parts.rule) for parts in distinct)
     if asked and not any(b.kind is not None for b in blocks):

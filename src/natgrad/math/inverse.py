@@ -150,17 +150,22 @@ def _first_eigh(matrix: Tensor) -> Inverse:
 def track(matrix: Tensor, earlier: Inverse) -> Inverse:
     """One step of orthogonal iteration from an earlier eigendecomposition.
 
-    With the columns of the earlier Q by falling eigenvalue, ``Q' R = X Q`` and v' is
-    the diagonal of R without its sign: both converge while X stands still. From
-    eigenvectors that are off by e, eigenvalues come out off by e^2. Not finite if X or
-    Q is not: R is then, up to its diagonal.
+    With the columns of the earlier Q by falling eigenvalue (by that of X along them),
+    ``Q' R = X Q`` and v' is the diagonal of R without its sign: both converge while X
+    stands still. From eigenvectors that are off by e, eigenvalues come out off by e^2.
+    Every column stays in the place that it had, as do second moments that are kept. Not
+    finite if X or Q is not: R is then, up to its diagonal.
     """
-    vectors, values = earlier
+    vectors = earlier[0]
     if matrix.dim() == 2:
         return vectors, matrix
-    order = values.argsort(dim=-1, descending=True).unsqueeze(1).expand_as(vectors)
-    q, r = torch.linalg.qr(matrix @ vectors.gather(2, order))
-    return q, r.diagonal(dim1=-2, dim2=-1).abs()
+    turned = matrix @ vectors
+    order = (vectors * turned).sum(1).argsort(dim=-1, descending=True)
+    columns = order.unsqueeze(1).expand_as(vectors)
+    q, r = torch.linalg.qr(turned.gather(2, columns))
+    values = r.diagonal(dim1=-2, dim2=-1).abs()
+    places = order.argsort(dim=-1)
+    return q.gather(2, places.unsqueeze(1).expand_as(q)), values.gather(1, places)
 
 
 def damped_from_eigen(vectors: Tensor, values: Tensor, damping: float) -> Tensor:

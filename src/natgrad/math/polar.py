@@ -24,6 +24,11 @@ MARGIN = 1.01
 NEAR = 3e-3
 
 Quintic = tuple[float, float, float]
+Quintics = tuple[Quintic, ...]
+# Of Jordan et al. 2024: steep at zero and inexact, singular values end in about [0.7,
+# 1.2]. The norm counts as at least this.
+MUON: Quintics = ((3.4445, -4.7750, 2.0315),) * 5
+MUON_EPS = 1e-7
 
 
 def polar(
@@ -58,6 +63,27 @@ def polar(
             torch.bmm(y, y.mT, out=gram)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=inner)
         y, spare = torch.baddbmm(y, inner, y, beta=a, out=spare), y
+    return y.to(x.dtype)
+
+
+def newton_schulz(
+    x: Tensor, coefficients: Quintics = MUON, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A stack ``(s, m, n)`` over its Frobenius norm, through the given quintics.
+
+    As Muon has it; ``dtype`` as for `polar`.
+    """
+    if x.shape[-2] > x.shape[-1]:
+        return newton_schulz(x.mT, coefficients, dtype=dtype).mT
+    if dtype is None:
+        dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
+    norm = torch.linalg.matrix_norm(x, keepdim=True).clamp_min(MUON_EPS)
+    y = (x / norm).to(dtype)
+    for a, b, c in coefficients:
+        gram = y @ y.mT
+        y = torch.baddbmm(
+            y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a
+        )
     return y.to(x.dtype)
 
 

@@ -17,8 +17,22 @@ class EigenAdam(Rule):
     """In the factors' eigenbases, divided by the root of the running second moment.
 
     In the bases of K-FAC's factors, or with ``source="gradients"`` in those of
-    Shampoo's, which is SOAP (Vyas et al. 2024). The damping is relative to the root of
-    the mean second moment.
+    Shampoo's. The damping is relative to the root of the mean second moment.
+
+    SOAP (Vyas et al. 2024, Algorithm 3) is ``EigenAdam(source="gradients", late=True,
+    basis="tracked", moments="keep")`` with ``Every(1, k)`` and `AverageGradients`. A
+    step of it, in this order:
+
+    1. The gradient and its running average (momentum) are *projected* into the bases
+       that the steps before have left.
+    2. The square of the projected gradient enters the *second moment*, whose root then
+       divides the projected average, both without bias; the weight moves.
+    3. ``G G^T`` and ``G^T G`` of the same gradient enter the factors. At every k-th
+       step the *bases* follow by one step of orthogonal iteration and QR; the second
+       moment keeps its numbers.
+
+    The first step finds no bases: it makes them, by eigendecomposition, and does
+    nothing else: neither momentum nor second moment nor weight changes.
 
     Attributes:
         sides, source: as for `Kronecker`.
@@ -28,6 +42,8 @@ class EigenAdam(Rule):
             ``"move"`` it into the new ones, ``"keep"`` its numbers as they are, as
             SOAP does, or ``"restart"`` it.
         orthogonal: take the polar factor of the result (SOAP-Muon).
+        late: a step uses the bases of the steps before it, and a matrix that has none
+            yet does not move, as in SOAP. False: the gradient enters the factors first.
     """
 
     name: ClassVar[str] = "eigen_adam"
@@ -39,6 +55,7 @@ class EigenAdam(Rule):
     moments: MovedMoments = "move"
     source: Source = "activations"
     orthogonal: bool = False
+    late: bool = False
 
     def __post_init__(self) -> None:
         require(self, sides=Sides, basis=Basis, moments=MovedMoments, source=Source)

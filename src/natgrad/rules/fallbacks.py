@@ -9,9 +9,6 @@ from natgrad.math.rules import adaptive_scale
 from natgrad.requiring import require_number
 from natgrad.rules.rule import Matrices, Rule
 
-# Relative to the root mean square of the parameter's gradients.
-DAMPING = 1e-3
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(Rule):
@@ -32,6 +29,8 @@ class Adam(Rule):
         rate: multiplies the update, > 0: the learning rate of these parameters as a
             part of the others'.
         beta2: decay of the second moment, in [0, 1).
+        damping: >= 0, relative to the root mean square of the parameter's gradients;
+            torch's ``eps`` is absolute.
     """
 
     name: ClassVar[str] = "adam"
@@ -39,15 +38,17 @@ class Adam(Rule):
 
     rate: float = 1.0
     beta2: float = 0.95
+    damping: float = 1e-3
 
     def __post_init__(self) -> None:
         require_number("rate", self.rate, "a number > 0", above=0.0)
         require_number("beta2", self.beta2, "in [0, 1)", low=0.0, below=1.0)
+        require_number("damping", self.damping, "a number >= 0", low=0.0)
 
     def apply(self, x: Matrices) -> Tensor:
-        """``rate V / (sqrt(S) + 1e-3 rms)``."""
+        """``rate V / (sqrt(S) + damping rms)``."""
         square = x.moment(x.gradient, self.beta2)
-        return adaptive_scale(x.direction, square, DAMPING) * self.rate
+        return adaptive_scale(x.direction, square, self.damping) * self.rate
 
 
 def is_fallback(rule: Rule) -> bool:

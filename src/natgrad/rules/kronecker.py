@@ -31,8 +31,8 @@ class Kronecker(Rule):
             it between the two factors (pi-split; SP-NGD, eq. 12) and inverts by
             Cholesky, which is cheaper; ``"relative"`` adds lambda times its mean
             eigenvalue to each factor; ``"whole"`` adds lambda to each of two factors
-            (Pauloski et al., eq. 11-12), and ``"root"`` its root (Ma et al., appendix
-            B).
+            (Pauloski et al., eq. 11-12; Shampoo's epsilon), and ``"root"`` its root (Ma
+            et al., appendix B).
         basis: of ``"eigen"``: a new eigendecomposition at every refresh (``"exact"``),
             or ``"tracked"``: one step of orthogonal iteration from the last basis,
             which is cheaper and lags behind.
@@ -44,7 +44,7 @@ class Kronecker(Rule):
     style: Style = "eigen"
     basis: Basis = "exact"
     source: Source = "activations"
-    power: float = 1.0
+    power: float = 1.0  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
         require(self, sides=Sides, style=Style, basis=Basis, source=Source)

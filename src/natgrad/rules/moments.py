@@ -96,13 +96,13 @@ class Moments:
         dtype: torch.dtype | None = None,
     ) -> dict[str, Moment]:
         """The states that `save` wrote; raises if they are of other blocks."""
-        shapes = {block.name: shape_of(block) for block in blocks}
+        shapes = {block.name: moment_shape(block) for block in blocks}
         for name, entry in saved.items():
             shape = tuple(entry["square"].shape)
             if shape != shapes.get(name):
                 raise ValueError(
                     f"The second moment of {name!r} was saved with shape {shape}. Must "
-                    f"be {shapes.get(name, 'that of a block of this model')}."
+                    f"be {shapes.get(name) or 'that of a block of this model'}."
                 )
         device = {block.name: block.parameters[0].device for block in blocks}
         squares = {name: entry["square"].detach() for name, entry in saved.items()}
@@ -133,7 +133,7 @@ class Moments:
             if not steps:
                 continue
             state = self.states.get(block.name)
-            empty = like.new_empty(shape_of(block))
+            empty = like.new_empty(moment_shape(block))
             square = empty if state is None else state.square.contiguous()
             square = comm.broadcast(square, first[block.name])
             self.states[block.name] = Moment(square=square, steps=steps)
@@ -141,6 +141,11 @@ class Moments:
     def release(self, plan: Plan, rank: int) -> None:
         """Forget the moments of blocks that this rank does not work on."""
         self.forget([n for n in self.states if rank not in plan.workers[n]])
+
+
+def moment_shape(block: Block) -> tuple[int, int, int]:
+    """Of what a block's rule keeps: ``(s, m, n)``, or fewer numbers."""
+    return block.rule.moment_shape(shape_of(block)) or shape_of(block)
 
 
 def moved(

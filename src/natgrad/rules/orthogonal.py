@@ -1,17 +1,19 @@
 """The polar factor of the direction in whitened coordinates."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
-from natgrad.math.polar import polar
+from natgrad.math.polar import MUON, Quintics, newton_schulz, polar
 from natgrad.math.rules import between, whiten, whiten_back
 from natgrad.requiring import require_number
 from natgrad.rules.rule import Form, Matrices, Rule, Sides, Source, Style
 from natgrad.rules.rule import require_choices as require
 
 Whitening = Literal["half", "full"]
+Iteration = Literal["best", "muon"] | Quintics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,21 +21,27 @@ class Orthogonal(Rule):
     """All singular values of the whitened direction become 1.
 
     Without factors (``sides="none"``) this is Muon. In the coordinates of K-FAC's
-    factors it is what `Polar` began with; with ``source="gradients"`` and a ``power``
-    of 1/4 it is PMuon.
+    factors it is what `Polar` began with.
 
-    ``whitening="half"``: ``W_G P W_A^T`` with P the polar factor of ``W_G^T V W_A`` and
-    ``W W^T`` the damped inverse of a factor (for another ``power``, W is the damped
-    factor to minus that power); ``"full"``: the polar factor of
-    ``(G + ..)^-1 V (A + ..)^-1``.
+    ``whitening="half"``: ``W_G P W_A^T`` with P the polar factor of ``W_G^T V W_A``,
+    where W is a damped factor to minus ``power``; ``"full"``: the polar factor of
+    ``(G + ..)^-power V (A + ..)^-power``, which is Newton-Muon for the inputs alone,
+    and PMuon with ``source="gradients"`` and a power of 0.3.
 
     Attributes:
         sides: as for `Kronecker`, or ``"none"``.
         source: as for `Kronecker`.
-        power: of ``"half"``: what W is of a damped factor, > 0; 1/2 whitens.
         whitening: ``"half"`` or ``"full"``, as above.
+        power: > 0; None: 1/2, which whitens, for ``"half"`` (any root will do: it is
+            made by Cholesky), and 1 for ``"full"``.
         style: how the damping lambda enters each factor: ``"relative"`` to its mean
             eigenvalue, or ``"factored"``: lambda itself, split if there are two.
+        iteration: ``"best"``: six quintics that leave singular values within 2e-3 of 1
+            (`natgrad.math.polar.polar`); ``"muon"``: Muon's five, as published; or a
+            tuple with the coefficients ``(a, b, c)`` of each quintic.
+        beta2: NorMuon: rows of the polar factor are divided by the root of the running
+            mean of their squares, with this decay, in [0, 1), and the result gets the
+            norm that the polar factor had. None: they are not.
     """
 
     name: ClassVar[str] = "orthogonal"
@@ -42,16 +50,18 @@ class Orthogonal(Rule):
     whitening: Whitening = "half"
     style: Style = "relative"
     source: Source = "activations"
-    power: float = 0.5
+    power: float | None = None
+    iteration: Iteration = "best"
+    beta2: float | None = None
 
     def __post_init__(self) -> None:
         require(self, sides=Sides, whitening=Whitening, style=Style, source=Source)
-        require_number("power", self.power, "a number > 0", above=0.0)
-        if self.whitening == "full" and self.power != 0.5:
-            raise ValueError(
-                f"Invalid power={self.power} with whitening='full', which takes the "
-                "whole inverse. Must be 0.5, the default."
-            )
+        if self.power is not None:
+            require_number("power", self.power, "a number > 0, or None", above=0.0)
+        if self.beta2 is not None:
+            legal = "in [0, 1), or None"
+            require_number("beta2", self.beta2, legal, low=0.0, below=1.0)
+        _require_iteration(self.iteration)
         if self.style not in ("relative", "factored"):
             raise ValueError(
                 f"Invalid style={self.style!r} of Orthogonal. Each side is whitened on "
@@ -60,15 +70,46 @@ class Orthogonal(Rule):
 
     @property
     def form(self) -> Form:
-        """Roots of the damped inverses, or the inverses."""
-        if self.whitening == "full":
-            return "inverse"
-        return "root" if self.power == 0.5 else "power"
+        """Roots of the damped inverses, the inverses, or other powers."""
+        usual: Form = "root" if self.whitening == "half" else "inverse"
+        return usual if self.power in (None, {"root": 0.5}.get(usual, 1.0)) else "power"
+
+    def moment_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int] | None:
+        """One number a row, for NorMuon."""
+        return None if self.beta2 is None else (*shape[:2], 1)
 
     def apply(self, x: Matrices) -> Tensor:
         """The polar factor, whitened back if half-whitened."""
         right = x.right[0] if x.right else None
         left = x.left[0] if x.left else None
         if self.whitening == "full":
-            return polar(between(x.direction, right, left) if x.known else x.direction)
-        return whiten_back(polar(whiten(x.direction, right, left)), right, left)
+            v = between(x.direction, right, left) if x.known else x.direction
+            return self._even_rows(self._polar(v), x)
+        p = self._polar(whiten(x.direction, right, left))
+        return whiten_back(self._even_rows(p, x), right, left)
+
+    def _polar(self, v: Tensor) -> Tensor:
+        if self.iteration == "best":
+            return polar(v)
+        return newton_schulz(v, MUON if self.iteration == "muon" else self.iteration)
+
+    def _even_rows(self, p: Tensor, x: Matrices) -> Tensor:
+        """``P / sqrt(S)`` at the norm of P, with S the second moment of its rows."""
+        if self.beta2 is None:
+            return p
+        square = x.moment(p.square().mean(2, keepdim=True).sqrt(), self.beta2)
+        # A row that never had a gradient stays zero.
+        even = torch.where(square > 0, p / square.sqrt(), 0.0)
+        norms = [torch.linalg.matrix_norm(y, keepdim=True) for y in (p, even)]
+        return even * torch.where(norms[1] > 0, norms[0] / norms[1], 0.0)
+
+
+def _require_iteration(given: Any) -> None:
+    if given in ("best", "muon"):
+        return
+    good = isinstance(given, tuple) and len(given) > 0  # pyright: ignore[reportUnknownArgumentType]
+    if not good or not all(isinstance(q, tuple) and len(q) == 3 for q in given):
+        raise ValueError(
+            f"Invalid iteration={given!r}. Must be 'best', 'muon', or a tuple of "
+            "coefficients (a, b, c), one for each iteration."
+        )

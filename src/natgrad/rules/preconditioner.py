@@ -50,7 +50,6 @@ class Preconditioner:
                 u = u if u is v else descending(v, u, len(group))
             parts = u.split(len(u) // len(group))
             updates.update(zip(shares, parts, strict=True))
-        self.stacks.forget()
         return updates
 
     def _groups(self, blocks: Sequence[Block]) -> list[list[Block]]:

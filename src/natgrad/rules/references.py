@@ -168,7 +168,7 @@ def rows_of(block: Block) -> int:
         return block.spec.stack * block.spec.rows
     dims = [size for size in block.parameters[0].shape if size > 1]
     is_matrix = block.kind is None and len(dims) > 1
-    return dims[0] if is_matrix and block.rule.adapts else 0
+    return dims[0] if is_matrix and (block.is_asked or block.rule.adapts) else 0
 
 
 def weight_norms(blocks: Sequence[Block], like: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ class Matrices:
         damping: lambda.
         curvature: the second moment ``(k s, m n)`` of per-example gradients in the
             eigenbases, for a rule that asks for it (`Rule.corrects`).
-        moment: adds the squares of a tensor ``(k s, m, n)`` to running averages with a
-            decay, and returns those without bias.
+        moment: adds the squares of a tensor of the rule's `Rule.moment_shape`, of k
+            matrices, to running averages with a decay; returns those without bias.
     """
 
     direction: Tensor
@@ -80,7 +80,7 @@ class Rule(ABC):
     source: Source = "activations"
     """What factors are estimated from: a layer's inputs and output gradients, or the
     weight's own gradient, ``G^T G`` and ``G G^T``, which needs no layer."""
-    power: float = 1.0
+    power: float | None = None
     """Of the form ``"power"``: a factor X is prepared as ``(X + damping I)^-power``."""
     style: Style = "factored"
     """How the damping enters a factor (see `Kronecker`)."""
@@ -88,11 +88,17 @@ class Rule(ABC):
     """How eigenbases are made (see `Kronecker`)."""
     moments: MovedMoments = "move"
     """What becomes of second moments when their bases are replaced."""
+    late: bool = False
+    """Whether a step uses the factors of the steps before it (see `EigenAdam`)."""
 
     @property
     def form(self) -> Form:
         """What is prepared of a factor: its eigenbasis, damped inverse, root, power."""
         return "inverse"
+
+    def moment_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int] | None:
+        """Of the second moment that is kept of a matrix ``(s, m, n)``; None: none."""
+        return shape if self.adapts else None
 
     @abstractmethod
     def apply(self, x: Matrices) -> Tensor:

@@ -135,12 +135,11 @@ def test_a_tracked_basis_stays_where_it_is_right_and_comes_to_it_elsewhere() -> 
     x = psd(2, 6)
     exact_one = pairs(eigendecompositions([x]))[0]
     vectors, values = track(x, exact_one)
-    torch.testing.assert_close(values, exact_one[1].flip(-1))
-    torch.testing.assert_close(vectors.abs(), exact_one[0].flip(-1).abs())
+    torch.testing.assert_close(values, exact_one[1])
+    torch.testing.assert_close(vectors.abs(), exact_one[0].abs())
     found = pairs(eigendecompositions([psd(2, 6, seed=1)]))[0]
     for _ in range(2000):
         found = track(x, found)
-    assert torch.equal(found[1], found[1].sort(descending=True)[0])
     torch.testing.assert_close(
         found[0] @ torch.diag_embed(found[1]) @ found[0].mT, x, rtol=1e-8, atol=1e-8
     )
@@ -154,7 +153,7 @@ def test_eigenvalues_of_a_tracked_basis_are_off_by_the_square() -> None:
     for off in (1e-3, 1e-4):
         turned = vectors @ torch.linalg.matrix_exp(off * (skew - skew.T))
         found = track(x, (turned, values))[1]
-        errors.append(float((found - values.flip(-1)).abs().max()))
+        errors.append(float((found - values).abs().max()))
     assert 50 < errors[0] / errors[1] < 200
 
 

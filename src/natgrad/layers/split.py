@@ -1,0 +1,147 @@
+"""A model's parameters as groups: the usual split, and those that a user names."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import nn
+
+from natgrad.capture.unwrap import unwrap
+from natgrad.layers.matrix import Matrix
+from natgrad.rules.averages import AverageGradients
+from natgrad.rules.fallbacks import Adam
+from natgrad.rules.lengths import Free
+from natgrad.rules.rule import Rule
+
+HIDDEN, CONVOLUTIONS, EMBEDDINGS = "hidden", "convolutions", "embeddings"
+HEAD, REST = "head", "rest"
+NAMES = (HIDDEN, CONVOLUTIONS, EMBEDDINGS, HEAD, REST)
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+Named = str | nn.Module | Collection[str | nn.Module]
+"""Names of parameters or modules, or modules themselves: one, or several."""
+
+
+class GroupList(list[dict[str, Any]]):
+    """Parameter groups; printed, a table of what is in them."""
+
+    def __str__(self) -> str:
+        head = ("group", "tensors", "elements", "rule", "first and last")
+        rows = [head, *(_row(group) for group in self)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        return "\n".join(
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+
+def _row(group: dict[str, Any]) -> tuple[str, ...]:
+    names = [name for name, _ in group["params"]]
+    ends = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+    elements = sum(p.numel() for _, p in group["params"])
+    rule = repr(group["rule"]) if "rule" in group else "the optimizer's"
+    return str(group.get("name", "")), f"{len(names)}", f"{elements:,}", rule, ends
+
+
+def groups(
+    model: nn.Module, rule: Rule | None = None, *, rest: Rule | None = None
+) -> GroupList:
+    """The usual parameter groups of a model, for any natgrad optimizer. ::
+
+        groups = natgrad.groups(model)
+        print(groups)  # a table
+        groups[-1]["lr"] = 3e-4
+        optimizer = natgrad.Polar(model, groups, lr=0.02)
+
+    ``"hidden"`` matrices and ``"convolutions"`` follow the optimizer's rule;
+    ``"embeddings"``, the ``"head"`` (the last linear layer, if it is not the only
+    matrix) and the ``"rest"`` (norms, vectors, biases without a matrix) follow Adam's,
+    with momentum 0.9 and no weight decay. A group that would be empty is left out. It
+    is a list of dicts: move a parameter, change a rule, delete a group to leave it to
+    another optimizer.
+
+    Args:
+        model: the module to train.
+        rule: of hidden matrices and convolutions; None: the optimizer's. Under a rule
+            whose factors do not come from activations biases go to the rest.
+        rest: the rule of the others, ``Adam()`` if not given.
+    """
+    plain, _ = unwrap(model)
+    alone = rule is not None and (rule.source == "gradients" or rule.sides == "none")
+    kind = _kinds(plain, biases=not alone)
+    others: dict[str, Any] = {
+        "rule": rest or Adam(),
+        "length": Free(),
+        "average": AverageGradients(),
+        "momentum": 0.9,
+        "weight_decay": 0.0,
+    }
+    found = GroupList()
+    for name in NAMES:
+        named = [(n, p) for n, p in plain.named_parameters() if kind[id(p)] == name]
+        chosen = {} if rule is None else {"rule": rule}
+        parts = chosen if name in (HIDDEN, CONVOLUTIONS) else others
+        if named:
+            found.append({"name": name, "params": named, **parts})
+    return found
+
+
+def _kinds(model: nn.Module, *, biases: bool) -> dict[int, str]:
+    """The group of each parameter, by id."""
+    kind: dict[int, str] = {}
+    last: nn.Module | None = None
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            matrix = Matrix.fits(p)
+            if isinstance(module, _EMBEDDINGS):
+                kind[id(p)] = EMBEDDINGS
+            elif matrix and isinstance(module, _CONVOLUTIONS):
+                kind.setdefault(id(p), CONVOLUTIONS)
+            else:
+                kind.setdefault(id(p), HIDDEN if matrix else REST)
+        if isinstance(module, nn.Linear) and kind[id(module.weight)] == HIDDEN:
+            last = module
+    matrices = [k for k in kind.values() if k in (HIDDEN, CONVOLUTIONS)]
+    if last is not None and len(matrices) > 1:
+        kind |= {id(p): HEAD for p in last.parameters()}
+    if biases:
+        for module in model.modules():
+            weight, bias = (getattr(module, x, None) for x in ("weight", "bias"))
+            own = kind.get(id(weight), REST)
+            if bias is not None and own in (HIDDEN, CONVOLUTIONS):
+                kind[id(bias)] = own
+    return kind
+
+
+def parameters_of(model: nn.Module, named: Named) -> list[nn.Parameter]:
+    """The parameters that names or modules stand for; a name may be of either."""
+    alone = isinstance(named, str | nn.Module)
+    several: Iterable[str | nn.Module] = [named] if alone else named
+    known = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: list[nn.Parameter] = []
+    for each in several:
+        inside = modules.get(each) if isinstance(each, str) else each
+        if isinstance(each, str) and each in known:
+            found.append(known[each])
+        elif isinstance(inside, nn.Module):
+            found += _inside(model, inside)
+        else:
+            legal = ", ".join([n for n in modules if n][:20])
+            raise ValueError(
+                f"Invalid name {each!r} of a rule. Must be a module, or the name of a "
+                f"module or parameter, as {legal}."
+            )
+    return found
+
+
+def _inside(model: nn.Module, module: nn.Module) -> Iterable[nn.Parameter]:
+    if not any(module is m for m in model.modules()):
+        raise ValueError(
+            f"Invalid module of a rule, a {type(module).__name__}. Must be inside of "
+            "the model."
+        )
+    return list(module.parameters())
