@@ -28,7 +28,7 @@ LIBRARY = ROOT / "src" / "natgrad"
 ROOMS: dict[str, str] = {
     "math": "",
     "plan": "",
-    "layers": "plan rules options",
+    "layers": "plan rules options capture",
     "capture": "layers diagnostics",
     "distributed": "plan layers capture",
     "rules": "plan layers factors distributed",
