@@ -326,11 +326,9 @@ class SPNGD(Inspectable, Optimizer):
 
     def _before(self, mine: list[Block]) -> dict[int, Tensor] | None:
         """The weights that this rank will change, if only changes are to be shared."""
-        engine = self.engine
-        if engine.comm.world == 1:
-            return None
-        wire = engine.comm.options.wire_dtype("share_updates", engine.like.dtype)
-        if wire == engine.like.dtype:
+        comm, dtype = self.engine.comm, self.engine.like.dtype
+        wire = comm.options.wire_dtype
+        if comm.world == 1 or wire("share_updates", dtype) == dtype:
             return None
         ours = [b for b in mine if not b.is_foreign]
         return {id(p): p.clone() for b in ours for p in b.parameters}
