@@ -249,7 +249,7 @@ class SPNGD(Inspectable, Optimizer):
             self._update(mine, updates)
         self._share_weights(mine, updates, found.present, before)
         # what a gather brought grows stale where this rank does not work
-        for p in worked_on(engine, mine=False):
+        for p in worked_on(engine, mine=False) if engine.comm.world > 1 else ():
             self.state.pop(p, None)
 
     def _write_tuned(self, updates: dict[str, Tensor], present: frozenset[str]) -> None:
@@ -326,9 +326,9 @@ class SPNGD(Inspectable, Optimizer):
 
     def _before(self, mine: list[Block]) -> dict[int, Tensor] | None:
         """The weights that this rank will change, if only changes are to be shared."""
-        engine = self.engine
-        wire = engine.comm.options.wire_dtype("share_updates", engine.like.dtype)
-        if engine.comm.world == 1 or wire == engine.like.dtype:
+        comm, dtype = self.engine.comm, self.engine.like.dtype
+        wire = comm.options.wire_dtype
+        if comm.world == 1 or wire("share_updates", dtype) == dtype:
             return None
         ours = [b for b in mine if not b.is_foreign]
         return {id(p): p.clone() for b in ours for p in b.parameters}

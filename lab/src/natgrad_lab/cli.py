@@ -39,7 +39,7 @@ COMMANDS = {
         "natgrad_lab.simulate.calibrate:main", "measure this machine into a profile"
     ),
     "simulate": Command("natgrad_lab.simulate.command:main", "a step on many ranks"),
-    "demo": Command("natgrad_lab.train.demo:main", "a tour on embedded data"),
+    "demo": Command("natgrad_lab.demo.command:main", "a tour on embedded data"),
 }
 
 
