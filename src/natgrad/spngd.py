@@ -176,10 +176,8 @@ class SPNGD(Inspectable, Optimizer):
 
         If a gradient on any rank is not finite, nothing changes.
 
-        With ``lr``, ``momentum`` or ``damping`` ``"auto"``, the closure must return
-        outputs and loss, without a backward, and may be run several times; a list of
-        closures is one of micro-batches. Gradients are set to zero, and the loss is
-        returned.
+        With something ``"auto"`` the closure returns outputs and loss, without a
+        backward, and may run several times; a list is one of micro-batches.
         """
         value, tuner = None, self.engine.tuner
         if tuner is not None:
@@ -205,6 +203,8 @@ class SPNGD(Inspectable, Optimizer):
 
     def skipped(self, overflow: Tensor | None) -> bool:
         """Tell the scaler, if it is one's, that some rank has an overflow."""
+        if self.engine.tuner is not None:
+            self._rates.skipped()
         return self._overflow.told(overflow)
 
     def directions(self, gradients: dict[str, Tensor]) -> Directions:
@@ -248,7 +248,7 @@ class SPNGD(Inspectable, Optimizer):
             self._update(mine, updates)
         self._share_weights(mine, updates, found.present, before)
         # what a gather brought grows stale where this rank does not work
-        for p in worked_on(engine, mine=False):
+        for p in worked_on(engine, mine=False) if engine.comm.world > 1 else ():
             self.state.pop(p, None)
 
     def _write_tuned(self, updates: dict[str, Tensor], present: frozenset[str]) -> None:
@@ -325,9 +325,9 @@ class SPNGD(Inspectable, Optimizer):
 
     def _before(self, mine: list[Block]) -> dict[int, Tensor] | None:
         """The weights that this rank will change, if only changes are to be shared."""
-        engine = self.engine
-        wire = engine.comm.options.wire_dtype("share_updates", engine.like.dtype)
-        if engine.comm.world == 1 or wire == engine.like.dtype:
+        comm, dtype = self.engine.comm, self.engine.like.dtype
+        wire = comm.options.wire_dtype
+        if comm.world == 1 or wire("share_updates", dtype) == dtype:
             return None
         ours = [b for b in mine if not b.is_foreign]
         return {id(p): p.clone() for b in ours for p in b.parameters}

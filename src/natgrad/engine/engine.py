@@ -189,7 +189,7 @@ class Engine(Machinery):
                 lr=update.learning_rate([*names]),
                 # several ranks may work on a block: the first counts it
                 first=frozenset(name for name in mine if workers[name][0] == rank),
-                total=self.comm.agree,
+                total=self._total,
                 noise=given.noise,
                 growth=partial(growths, self.statistics, given.directions),
                 references=self.references,
@@ -201,6 +201,10 @@ class Engine(Machinery):
                 layers = [name for name in names if self.block[name].kind is not None]
                 clips |= dict.fromkeys(layers, clip)
         return {n: found[n] for n in given.directions if n in found}, clips
+
+    def _total(self, x: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        return x if self.comm.world == 1 else self.comm.agree(x)
 
     def share(
         self, values: dict[str, Tensor], present: frozenset[str]

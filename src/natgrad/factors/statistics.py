@@ -103,7 +103,10 @@ class Statistics(Averages):
             parts = [self._invert([s]) for s in mine]  # each is timed on its own
             return {name: found for part in parts for name, found in part.items()}
         began, model = time.perf_counter(), self.cost
-        with self.meter("invert", {s.spec.name: model.invert(s.spec) for s in mine}):
+        shares: dict[str, float] = {}
+        if self.meter.running:
+            shares = {s.spec.name: model.invert(s.spec) for s in mine}
+        with self.meter("invert", shares):
             findings = self._decompose(mine)
         if self.seconds is not None:
             spent = time.perf_counter() - began

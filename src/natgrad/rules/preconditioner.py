@@ -70,7 +70,7 @@ class Preconditioner:
         # All workers of a block have the same group: rounding may depend on it.
         workers = tuple(self.statistics.plan.workers[block.name])
         # All moments of a group have the same bias.
-        steps = self.moments.steps(block.name)
+        steps = self.moments.steps(block.name) if block.rule.adapts else 0
         return block.rule, shape_of(block), tuple(sides), workers, steps
 
     def _seen(
@@ -129,6 +129,8 @@ class Preconditioner:
 
         Or forget them. See Note [Second moments and bases].
         """
+        if not old:
+            return
         new = self.bases()
         changed = [name for name in old if is_replaced(old[name], new[name])]
         rules = {name: self.statistics.block[name].rule for name in old}

@@ -43,6 +43,7 @@ def trace(name: str, seeds: list[int], how: str = "", **changes: Any) -> Trace:
     options = options_of(**own, **changes)
     if how == "host":
         names = {"lr": None, "momentum": 0.9, "length": None, "strategy": "factor_wise"}
+        names |= {"weight_decay": 0.0}  # that is the host's
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         options = dataclasses.replace(options, **names)  # pyright: ignore
         found: Any = natgrad.KFAC(whole, optimizer, options=options)

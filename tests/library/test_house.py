@@ -1,0 +1,235 @@
+"""What the tree promises: rooms and their imports, few files a step, one place a thing.
+
+The table of rooms is drawn in CONTRIBUTING.md; a test keeps the two equal.
+"""
+
+import ast
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad
+from natgrad.layers.linear import Linear
+from natgrad.layers.table import TABLE
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "src" / "natgrad"
+
+# What each room may import, besides math, requiring and the standard library. "root"
+# are the public classes. Imports for types alone, and inside functions, are free.
+ROOMS: dict[str, str] = {
+    "math": "",
+    "plan": "",
+    "layers": "plan rules options capture",
+    "capture": "layers diagnostics",
+    "distributed": "plan layers capture",
+    "rules": "plan layers factors distributed",
+    "factors": "plan layers rules options capture diagnostics distributed engine",
+    "diagnostics": "plan layers rules factors",
+    "quadratic": "rules options distributed",
+    "options": "plan rules factors distributed quadratic",
+    "checkpoint": "plan layers rules factors distributed",
+    "engine": "plan layers rules factors options capture diagnostics distributed "
+    "quadratic checkpoint",
+    "root": "plan layers rules factors options capture diagnostics distributed "
+    "quadratic checkpoint engine",
+}
+EVERYWHERE = {"math", "requiring"}
+ALONE = ("options", "requiring")
+# KFAC 28 and Polar 29 as it is; 16 are wanted. Lower it with every file that goes.
+FILES_A_STEP = 29
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    """The folder of a module, or its own name if it is one of the root's rooms."""
+    if (LIBRARY / parts[0]).is_dir():
+        return parts[0]
+    name = parts[0].removesuffix(".py")
+    return name if name in ALONE else "root"
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The rooms that a module imports when it is imported."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+            if node.module == "natgrad":
+                names = [f"natgrad.{alias.name}" for alias in node.names]
+            for name in names:
+                if name.startswith("natgrad."):
+                    yield room_of(tuple(name.split(".")[1:]))
+
+
+def test_rooms_import_what_the_table_says_and_nothing_else() -> None:
+    found: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for path in LIBRARY.rglob("*.py"):
+        room = room_of(path.relative_to(LIBRARY).parts)
+        found.setdefault(room, set()).update({*imported(path)} - {room} - EVERYWHERE)
+    found.pop("requiring")
+    table = {room: set(may.split()) for room, may in ROOMS.items()}
+    differ = {r: (found[r] - may, may - found[r]) for r, may in table.items()}
+    assert {r: pair for r, pair in differ.items() if any(pair)} == {}
+
+
+def figure() -> str:
+    """The table as it is drawn."""
+    rows = [f"{room:<12} -> {may}".rstrip(" ->") for room, may in ROOMS.items()]
+    return "\n".join(rows)
+
+
+def test_the_figure_is_the_table() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert f"```text\n{figure()}\n```" in text, f"Must be drawn so:\n{figure()}"
+
+
+# -- one step --------------------------------------------------------------------------
+
+
+def convnet() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.Flatten(),
+        nn.Linear(4 * 36, 5),
+    )
+
+
+def kfac(model: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    natgrad.KFAC(model, optimizer, refresh=natgrad.Every())
+    return optimizer
+
+
+def polar(model: nn.Module) -> Any:
+    return natgrad.Polar(model, refresh=natgrad.Every())
+
+
+@pytest.mark.parametrize("make", [kfac, polar])
+def test_a_step_crosses_few_files(make: Callable[[nn.Module], Any]) -> None:
+    """Forward, backward and step, everything due, on one process; without maths."""
+    model = convnet()
+    optimizer, found = make(model), set[str]()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(LIBRARY):
+            found.add(str(path.relative_to(LIBRARY)))
+
+    def step() -> None:
+        x = torch.randn(8, 1, 8, 8)
+        F.cross_entropy(model(x), torch.arange(8) % 5).backward()
+        optimizer.step()
+
+    step()
+    threading.setprofile(note)  # of the threads that a backward starts
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    crossed = sorted(name for name in found if not name.startswith("math/"))
+    assert len(crossed) <= FILES_A_STEP, crossed
+    assert "engine/engine.py" in crossed
+
+
+# -- one place a thing -----------------------------------------------------------------
+
+
+def test_an_option_has_its_default_in_one_place() -> None:
+    """No function of the library has a parameter of that name with a value of its own.
+
+    But the fields of `Options` themselves; functions may say "not given", or None.
+    """
+    options = {f.name for f in fields(natgrad.Options)} - {"group"}
+    found: list[str] = []
+    for name in ("kfac.py", "spngd.py", "polar.py", "options.py", "engine", "capture"):
+        paths = (
+            [LIBRARY / name] if name.endswith(".py") else (LIBRARY / name).rglob("*.py")
+        )
+        for path in paths:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    found += [f"{path.name}: {x}" for x in defaults(node) & options]
+    assert found == []
+
+
+def defaults(function: ast.FunctionDef) -> set[str]:
+    """Parameters whose default is a value."""
+    args = function.args
+    plain = [*args.posonlyargs, *args.args]
+    tail = plain[len(plain) - len(args.defaults) :]
+    pairs = [
+        *zip(tail, args.defaults, strict=True),
+        *zip(args.kwonlyargs, args.kw_defaults, strict=True),
+    ]
+    free = {"NOT_GIVEN", "None"}
+    return {a.arg for a, value in pairs if value and ast.unparse(value) not in free}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves(natgrad.Rule):
+    """A toy rule: half of the direction."""
+
+    name: ClassVar[str] = "halves"
+    sides: Any = "inputs"
+
+    def apply(self, x: natgrad.Matrices) -> Tensor:
+        return x.direction / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubled(natgrad.Length):
+    """A toy length: twice as long."""
+
+    def scaled(self, updates: dict[str, Tensor], sight: Any) -> dict[str, Tensor]:
+        return {name: 2 * u for name, u in updates.items()}
+
+
+class Dense(nn.Module):
+    """A layer of nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(3, 4).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kernel.T
+
+
+class Kernel(Linear):
+    """A toy layer kind."""
+
+    name = "kernel"
+
+
+@pytest.fixture
+def a_new_layer() -> Iterator[None]:
+    natgrad.register_layer(Dense, Kernel, weight="kernel")
+    yield
+    del TABLE[Dense]
+
+
+@pytest.mark.usefixtures("a_new_layer")
+def test_a_rule_a_length_and_a_layer_kind_are_a_class_and_a_row_each() -> None:
+    model = Dense()
+    before = model.kernel.detach().clone()
+    options = replace(natgrad.SPNGD.defaults, rule=Halves(), length=Doubled())
+    optimizer = natgrad.SPNGD(model, lr=0.1, momentum=0.0, options=options)
+    model(torch.randn(6, 4).double()).square().sum(1).mean().backward()
+    assert model.kernel.grad is not None
+    gradient = model.kernel.grad.clone()
+    optimizer.step()
+    torch.testing.assert_close(model.kernel.detach(), before - 0.1 * gradient)
+    assert optimizer.refreshes()["last"]["estimated"]
+    assert "kernel" in optimizer.report()
