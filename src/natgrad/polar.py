@@ -35,7 +35,7 @@ class Polar(SPNGD):
     It is `SPNGD` with other options, ``Polar.defaults``, and takes the same arguments.
     """
 
-    auto: ClassVar[Options | None] = None
+    finds_rates: ClassVar[bool] = False
     defaults: ClassVar[Options] = Options(
         rule=Orthogonal(sides="inputs"),
         fallback=Adam(rate=0.2, beta2=0.999),

@@ -20,7 +20,7 @@ from natgrad.spngd import SPNGD
 class _Preset(SPNGD):
     """Given no groups, those of `natgrad.groups`: matrices by the rule, Adam else."""
 
-    auto: ClassVar[Options | None] = None
+    finds_rates: ClassVar[bool] = False
 
     def _usual_groups(self, model: nn.Module, options: Options) -> list[dict[str, Any]]:
         return groups(model, options.rule)

@@ -74,7 +74,8 @@ class SPNGD(Inspectable, Optimizer):
         strategy="spngd",
     )
     """The options that hold unless others are given."""
-    auto: ClassVar[Options | None] = Options(
+    finds_rates: ClassVar[bool] = True
+    auto: ClassVar[Options] = Options(
         lr="auto",
         momentum="auto",
         damping="auto",
@@ -85,7 +86,7 @@ class SPNGD(Inspectable, Optimizer):
         norm="unit",
         strategy="spngd",
     )
-    """Those that hold if a rate or the damping is to be found; None: none is."""
+    """Those that hold if a rate or the damping is to be found."""
 
     def __init__(
         self,
@@ -104,7 +105,8 @@ class SPNGD(Inspectable, Optimizer):
         options: Options | NotGiven = NOT_GIVEN,
     ) -> None:
         kind = type(self)
-        usual = o.usual(kind.__name__, kind.defaults, kind.auto, lr, momentum, damping)
+        auto = kind.auto if kind.finds_rates else None
+        usual = o.usual(kind.__name__, kind.defaults, auto, lr, momentum, damping)
         chosen = given(
             usual if isinstance(options, NotGiven) else options,
             lr=lr,
@@ -119,11 +121,8 @@ class SPNGD(Inspectable, Optimizer):
         if chosen.lr is None:
             raise TypeError(f"{type(self).__name__} needs a learning rate: lr=...")
         plain, _ = unwrap(model)
-        rates = {
-            "lr": before_first("lr", chosen.lr),
-            "momentum": before_first("momentum", chosen.momentum),
-            "weight_decay": chosen.weight_decay,
-        }
+        names = "lr", "momentum", "weight_decay"
+        rates = {name: before_first(name, getattr(chosen, name)) for name in names}
         mine = [dict(group) for group in groups or self._usual_groups(plain, chosen)]
         require_no_rates(mine, chosen)
         asked, chosen, current = chosen, *with_value(chosen)
