@@ -177,10 +177,8 @@ class SPNGD(Inspectable, Optimizer):
 
         If a gradient on any rank is not finite, nothing changes.
 
-        With ``lr``, ``momentum`` or ``damping`` ``"auto"``, the closure must return
-        outputs and loss, without a backward, and may be run several times; a list of
-        closures is one of micro-batches. Gradients are set to zero, and the loss is
-        returned.
+        With something ``"auto"`` the closure returns outputs and loss, without a
+        backward, and may run several times; a list is one of micro-batches.
         """
         value, tuner = None, self.engine.tuner
         if tuner is not None:
@@ -206,6 +204,8 @@ class SPNGD(Inspectable, Optimizer):
 
     def skipped(self, overflow: Tensor | None) -> bool:
         """Tell the scaler, if it is one's, that some rank has an overflow."""
+        if self.engine.tuner is not None:
+            self._rates.skipped()
         return self._overflow.told(overflow)
 
     def directions(self, gradients: dict[str, Tensor]) -> Directions:

@@ -23,7 +23,10 @@ LONGEST = 60
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 PROCESSES = ("distributed", "distributed --kfac", "accumulation")
 ARGUMENTS = {"compiled": ["aot_eager"]}  # the compiler's own backend takes a minute
-ALONE = [p.stem for p in EXAMPLES if p.stem not in " ".join(PROCESSES).split()]
+TUNED = ("autoencoder", "picture", "poisson")
+"""Regressions: they print a loss, or decibels, and take a number of steps."""
+ELSEWHERE = {*" ".join(PROCESSES).split(), *TUNED}
+ALONE = [p.stem for p in EXAMPLES if p.stem not in ELSEWHERE]
 
 
 def accuracy(printed: str) -> float:
@@ -34,10 +37,13 @@ def test_there_is_one_for_each_way_to_train() -> None:
     assert {path.stem for path in EXAMPLES} == {
         "accumulation",
         "activation_checkpointing",
+        "autoencoder",
         "compiled",
         "distributed",
         "mixed_precision",
+        "picture",
         "plain_loop",
+        "poisson",
         "spngd_digits",
         "usual_places",
         "with_accelerate",
@@ -106,3 +112,23 @@ def test_torchrun() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert accuracy(done.stdout) > 90
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_an_example_that_tunes_itself(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, "21"])
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    numbers = re.findall(r"step \d+: (?:loss )?(-?\d[\d.e+-]*)", printed)
+    first, last = float(numbers[0]), float(numbers[-1])
+    if name == "picture":
+        assert last > first + 10
+        assert {path.name for path in tmp_path.iterdir()} == {"before.png", "after.png"}
+    else:
+        assert last < first / 3

@@ -8,7 +8,7 @@ Fisher takes its place.
 
 A gradient at the outputs whose second moment is H is what a label drawn from the model
 gives (the sampled Fisher). It needs a root of H: H is diagonal, or in each row
-``w (diag(p) - p p^T)`` of a softmax p. Two products with random signs show which it is.
+``w (diag(p) - p p^T)`` of a softmax p. Two products with random vectors show which.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +73,8 @@ def gaussian_fisher(
     inverse = hessian([torch.ones_like(mean), torch.zeros_like(second)])[0].detach()
     weight = inverse * variance
     weight = weight / 2 if log else weight / (2 * variance.square())
-    weight = weight.sum_to_size(second.shape)
+    # of a variance that is no longer a number in this precision
+    weight = weight.nan_to_num(0.0, 0.0, 0.0).sum_to_size(second.shape)
     return lambda tangents: [inverse * tangents[0], weight * tangents[1]]
 
 
@@ -93,14 +94,16 @@ def _drawn(i: int, outputs: Sequence[Tensor], product: Product) -> Tensor:
         tangents[i] = direction
         return product(tangents)[i].detach()
 
-    signs = [_signs(x), _signs(x)]
-    seen = [along(u) for u in signs]
-    first, second = (u * hu for u, hu in zip(signs, seen, strict=True))
+    probes = [_probe(x), _probe(x)]
+    seen = [along(u) for u in probes]
+    first, second = (hu / u for u, hu in zip(probes, seen, strict=True))
     scale = first.abs().amax()
+    if not bool(scale.isfinite()):  # nor is the loss: the step will be skipped
+        return torch.zeros_like(x)
     if bool((first - second).abs().amax() <= SAME * scale):
         return first.clamp_min(0).sqrt() * torch.randn_like(x)
     for dim in dict.fromkeys((1, x.dim() - 1)):
-        if x.dim() > 1 and (g := _drawn_class(x, dim, signs[0], seen[0])) is not None:
+        if x.dim() > 1 and (g := _drawn_class(x, dim, probes[0], seen[0])) is not None:
             return g
     raise ValueError(
         f"The Hessian of the loss at an output of shape {tuple(x.shape)} is neither "
@@ -118,7 +121,8 @@ def _drawn_class(x: Tensor, dim: int, u: Tensor, hu: Tensor) -> Tensor | None:
     square = fit.square().sum(-1, keepdim=True)
     weight = (hu * fit).sum(-1, keepdim=True) / square.clamp_min(_tiny(square))
     weight = weight.clamp_min(0)
-    if not bool((hu - weight * fit).norm() <= 10 * SAME * hu.norm()):
+    # of a saturated softmax little but rounding is left
+    if not bool((hu - weight * fit).norm() <= 0.1 * hu.norm() + 1e-6 * u.norm()):
         return None
     drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1).reshape(*p.shape[:-1], 1)
     g = weight.sqrt() * (p - torch.zeros_like(p).scatter_(-1, drawn, 1.0))
@@ -129,5 +133,6 @@ def _tiny(x: Tensor) -> float:
     return torch.finfo(x.dtype).tiny
 
 
-def _signs(x: Tensor) -> Tensor:
-    return torch.randint_like(x, 2) * 2 - 1
+def _probe(x: Tensor) -> Tensor:
+    """Random, of size 1 to 2; no two are alike, as a softmax does not see constants."""
+    return (torch.randint_like(x, 2) * 2 - 1) * (1 + torch.rand_like(x))

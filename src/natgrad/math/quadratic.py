@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 Numbers = Sequence[float]
 Products = Sequence[Numbers]
+WORSE = 4
+"""How many times damping is raised at once where the objective grew."""
 PARALLEL = 1e-10
 """Two directions whose cosine in the metric C is this close to 1 are one."""
 
@@ -72,7 +74,12 @@ def reduction_ratio(
 
 
 def adapted(damping: float, ratio: float, factor: float) -> float:
-    """Levenberg-Marquardt: less damping above 3/4, more below 1/4 (their 6.5)."""
+    """Levenberg-Marquardt: less damping above 3/4, more below 1/4 (their 6.5).
+
+    Much more below 0: the objective grew.
+    """
+    if ratio < 0:
+        return damping / factor**WORSE
     if ratio > 0.75:
         return damping * factor
     return damping / factor if ratio < 0.25 else damping

@@ -22,7 +22,9 @@ class AutoDamping:
     Every ``every`` steps the change of the objective on the step's own batch is divided
     by the change that the model predicted. Where the ratio is above 3/4 damping is
     multiplied by ``factor ** every``, where it is below 1/4 divided by it
-    (Levenberg-Marquardt; Martens and Grosse 2015, section 6.5).
+    (Levenberg-Marquardt; Martens and Grosse 2015, section 6.5), four times where the
+    objective grew. The first ``every`` steps are all compared, and so is the step
+    after one that made the objective grow.
 
     Attributes:
         initial: the first damping, > 0. None: the curvature ``g . B g / g . g`` along

@@ -102,10 +102,18 @@ class Rates:
 
         Only steps of a learning rate that was found: a number is the user's.
         """
-        if not self._tuner.judge() and self._tuner.finds_lr:
-            for params, velocities in self._moved:
-                foreach.add_(params, velocities, -1)
-                foreach.scale_(velocities, 0.0)
+        if not self._tuner.judge():
+            self._take_back()
+
+    def skipped(self) -> None:
+        """This step's gradients are not finite: the last step was too long."""
+        self._tuner.fail()
+        self._take_back()
+
+    def _take_back(self) -> None:
+        for params, velocities in self._moved if self._tuner.finds_lr else []:
+            foreach.add_(params, velocities, -1)
+            foreach.scale_(velocities, 0.0)
         self._moved = []
 
     def _scale(self, i: int) -> float:

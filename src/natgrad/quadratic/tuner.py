@@ -94,8 +94,11 @@ class Tuner:
     @property
     def is_due(self) -> bool:
         """Whether damping learns from this step."""
-        every = 0 if self._damping is None else self._damping.options.every
-        return every > 0 and self._engine.step % every == 0
+        if self._damping is None:
+            return False
+        step, every = self._engine.step, self._damping.options.every
+        # at first, and after a step that was bad, the next may be as bad
+        return step < every or step % every == 0 or self.ratio < 0
 
     def damping(self) -> float:
         """Lambda of the quadratic model."""
@@ -245,6 +248,12 @@ class Tuner:
         self.ratio = reduction_ratio(before, after, predicted, least)
         self._damping.follow(self.ratio)
         return not self.ratio < 0
+
+    def fail(self) -> None:
+        """Learn that the last step led to where nothing is finite."""
+        self.ratio = -math.inf
+        if self._damping is not None and self._damping.value is not None:
+            self._damping.follow(self.ratio)
 
     def _objective(self, decay: Mapping[str, float], *, again: bool = False) -> float:
         """Mean loss of all ranks and weight decay; ``again``: at the weights now."""

@@ -203,7 +203,8 @@ def test_damping_follows_the_ratio_within_its_bounds() -> None:
         optimizer.step(closure_of(model, part))
         assert optimizer.health()["ratio"] > 0.75
         seen.append(optimizer.health()["damping"])
-    assert seen[:4] == pytest.approx([1.0, 0.81, 0.81, 0.81**2])
+    # the first two steps are compared, then every second
+    assert seen[:5] == pytest.approx([1.0, 0.81, 0.81**2, 0.81**3, 0.81**3])
     assert seen[-1] == 0.5
 
 
@@ -226,7 +227,7 @@ def test_kfac_judges_the_step_that_its_optimizer_took(host: Any) -> None:
         b, g = dense.matrix(theta), dense.gradient(theta)
         true = dense.objective(theta + step) - dense.objective(theta)
         ratio = float(true / (g @ step + step @ b @ step / 2))
-        if i % 2 == 0:
+        if i < 3:  # at first each step is compared
             assert kfac.health()["ratio"] == pytest.approx(ratio)
             assert kfac.health()["damping"] == pytest.approx(before * 0.95**2)
         else:
