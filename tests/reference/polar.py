@@ -58,7 +58,7 @@ class Polar:
         self,
         model: nn.Module,
         *,
-        lr: float = 0.02,
+        lr: float = 0.03,
         momentum: float = 0.8,
         weight_decay: float = 0.01,
         damping: float = 1.0,
