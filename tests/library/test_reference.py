@@ -243,3 +243,86 @@ def test_references_are_short_and_use_torch_alone(path: Path) -> None:
         if isinstance(node, ast.ImportFrom):
             names = [node.module or ""]
         assert not any(name.startswith("natgrad") for name in names)
+
+
+# -- a rule for every group ----------------------------------------------------------
+
+
+def parts_of(model: nn.Module) -> tuple[list[Any], list[Any], list[Any]]:
+    """Named parameters: of convolutions, weights of linear layers, and the rest."""
+    convolutions: list[Any] = []
+    linear: list[Any] = []
+    rest: list[Any] = []
+    for name, p in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, nn.Conv2d):
+            convolutions.append((name, p))
+        elif isinstance(module, nn.Linear) and p.dim() == 2:
+            linear.append((name, p))
+        else:
+            rest.append((name, p))
+    return convolutions, linear, rest
+
+
+def only(method: Polar | Muon, kind: type[nn.Module]) -> Callable[[], None]:
+    """A reference for the layers of one kind; it leaves other parameters alone."""
+    method.layers = {
+        n: x for n, x in method.layers.items() if isinstance(x.layer, kind)
+    }
+    method.rest = {}
+    return method.step
+
+
+def momentum_on(parameters: list[Any]) -> torch.optim.SGD:
+    return torch.optim.SGD([p for _, p in parameters], lr=0.1, momentum=0.9)
+
+
+def test_polar_on_convolutions_and_sgd_on_the_rest() -> None:
+    def plain(model: nn.Module) -> Callable[[], None]:
+        _, linear, rest = parts_of(model)
+        polar = only(Polar(model, every=3), nn.Conv2d)
+        return in_turn(polar, momentum_on([*linear, *rest]).step)
+
+    def ours(model: nn.Module) -> Callable[[], None]:
+        convolutions, linear, rest = parts_of(model)
+        often = natgrad.Every(3, 3)
+        polar = natgrad.Polar(model, [{"params": convolutions}], refresh=often)
+        return in_turn(polar.step, momentum_on([*linear, *rest]).step)
+
+    assert_equal(trained(convnet, ours), trained(convnet, plain))
+
+
+def test_three_groups_of_different_rules() -> None:
+    """Polar for convolutions, Muon for the linear weight, SGD for all else."""
+
+    def plain(model: nn.Module) -> Callable[[], None]:
+        polar = only(Polar(model, every=3), nn.Conv2d)
+        muon = only(Muon(model, lr=0.02, weight_decay=0.1), nn.Linear)
+        return in_turn(polar, muon, momentum_on(parts_of(model)[2]).step)
+
+    def ours(model: nn.Module) -> Callable[[], Any]:
+        convolutions, linear, rest = parts_of(model)
+        muon = {
+            "rule": natgrad.Orthogonal(sides="none", iteration="muon"),
+            "length": natgrad.MuonLength(normalise=False),
+            "lr": 0.02,
+            "momentum": 0.95,
+            "weight_decay": 0.1,
+        }
+        sgd = {
+            "rule": natgrad.Plain(),
+            "fallback": natgrad.Plain(),
+            "length": natgrad.Free(),
+            "average": natgrad.AverageUpdates(),
+            "lr": 0.1,
+            "momentum": 0.9,
+            "weight_decay": 0.0,
+        }
+        groups = [
+            {"params": convolutions},
+            {"params": linear, **muon},
+            {"params": rest, **sgd},
+        ]
+        return natgrad.Polar(model, groups, refresh=natgrad.Every(3, 3)).step
+
+    assert_equal(trained(convnet, ours), trained(convnet, plain))
