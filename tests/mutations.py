@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 MUTATIONS: dict[str, tuple[str, str, str]] = {
     "a sign in the polar rule": (
         "rules/orthogonal.py",
-        "return whiten_back(polar(",
-        "return -whiten_back(polar(",
+        "return whiten_back(self._even_rows(",
+        "return -whiten_back(self._even_rows(",
     ),
     "a wrong owner": (
         "plan/exchange.py",
@@ -37,8 +37,8 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     ),
     "the decay of the newest estimate": (
         "factors/averages.py",
-        "foreach.scale_(averages, decay)",
-        "foreach.scale_(averages, 1 - decay)",
+        "foreach.scale_(averages, old)",
+        "foreach.scale_(averages, 1 - old)",
     ),
     "the KL clip without the learning rate": (
         "math/precondition.py",

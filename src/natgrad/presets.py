@@ -58,6 +58,7 @@ class Muon(_Preset):
         weight_decay=0.1,
         strategy="spngd",
     )
+    """The options that hold unless others are given."""
 
 
 class SOAP(_Preset):
@@ -93,6 +94,7 @@ class SOAP(_Preset):
         factor_decay=0.95,
         strategy="spngd",
     )
+    """The options that hold unless others are given."""
 
 
 class Shampoo(_Preset):
@@ -129,3 +131,4 @@ class Shampoo(_Preset):
         factor_decay=1.0,
         strategy="spngd",
     )
+    """The options that hold unless others are given."""

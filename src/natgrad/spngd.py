@@ -75,6 +75,7 @@ class SPNGD(Inspectable, Optimizer):
     )
     """The options that hold unless others are given."""
     finds_rates: ClassVar[bool] = True
+    """Whether a rate may be "auto": only of a natural gradient."""
     auto: ClassVar[Options] = Options(
         lr="auto",
         momentum="auto",

@@ -34,7 +34,7 @@ KINDS: dict[str, Any] = {
     "Polar": natgrad.Polar,
 }
 FIELDS = dataclasses.fields(natgrad.Options)
-UNTRIED = {"group", "profile"}
+UNTRIED = {"group", "profile", "hessian"}
 """Objects that are not made at random."""
 HOSTS = {"lr", "momentum", "weight_decay", "average", "decay"}
 """Options that KFAC's host optimizer has instead."""
@@ -129,7 +129,8 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
             "whitening": (["half", "full"], ["other"]),
             "style": (["relative", "factored"], ["eigen", "root", "other"]),
             "source": SOURCE,
-            "power": ([0.5, 0.25], [0, -1, "1", None]),
+            "power": ([None, 0.5, 0.25], [0, -1, "1"]),
+            "iteration": (["best", "muon", ((2.0, -1.5, 0.5),)], ["other", (), 3]),
         },
     },
     "fallback": {"Plain": {}, "Adam": {"rate": "positive", "beta2": "fraction"}},
@@ -217,11 +218,9 @@ def conflicts(kind: str, options: dict[str, Any]) -> list[tuple[str, str]]:
     natural = rule["part"] == "EKFAC" or (
         rule["part"] == "Kronecker" and plain_power and rule["source"] == "activations"
     )
-    whole_inverse = rule.get("whitening") == "full"
     rules = {
         ("sharing", "loss"): (found["loss"], found["sharing"]) == ("tokens", "reduce"),
         ("basis", "style"): rule.get("basis") == "tracked" and not bases,
-        ("power", "whitening"): whole_inverse and rule["power"] != 0.5,
         ("length", "rule"): length["part"] == "KLClip" and not natural,
     }
     return [pair for pair, broken in rules.items() if broken]

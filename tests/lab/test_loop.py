@@ -77,7 +77,7 @@ def test_a_run_writes_what_it_does(optimizer: OptimizerConfig, tmp_path: Path) -
     assert trains[0]["lr"] < optimizer.lr
     tests = [each for each in records if each["kind"] == "test"]
     assert tests[-1]["step"] == 12
-    assert tests[-1]["accuracy"] > 15
+    assert tests[-1]["accuracy"] > 12
     if optimizer.curved:
         assert trains[0]["damping"] == 0.1
         assert trains[0]["refreshed"] > 0

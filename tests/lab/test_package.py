@@ -18,7 +18,7 @@ import natgrad
 from natgrad_lab.cli import COMMANDS, EXTRA, Command, main
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 0.1
+LIMIT = 0.5
 """Seconds that ``import natgrad`` may add to ``import torch``."""
 
 

@@ -65,7 +65,8 @@ def timed(start: Refresh, statistics: int | None, inverses: int | None) -> Every
     """`Every` with these intervals; what is None is as in the defaults, or 1."""
     policy = start.policy if isinstance(start, Paced) else start
     known = policy if isinstance(policy, Every) else Every()
-    return dataclasses.replace(known, **given(statistics=statistics, inverses=inverses))
+    times = given(statistics=statistics, inverses=inverses)
+    return dataclasses.replace(known, **times, early=False)
 
 
 def adaptive(start: Refresh, tolerance: float | None) -> Adaptive:

@@ -53,10 +53,11 @@ def _require_rules(saved: Any, engine: "Machinery") -> None:
     """Factors are prepared for one rule, and its moments are in its bases."""
     rules = _dict("rules", saved)
     for block in engine.blocks:
-        if block.name in rules and rules[block.name] != block.rule.spec():
+        known = _dict(f"rules[{block.name!r}]", rules.get(block.name, {}))
+        if known and repr(known) != repr(block.rule.spec()):  # it may hold anything
             raise ValueError(
                 f"The saved natgrad state of {block.name} is of the rule "
-                f"{rules[block.name]}. Must be {block.rule.spec()}, the rule that this "
+                f"{known}. Must be {block.rule.spec()}, the rule that this "
                 "optimizer has for it."
             )
 

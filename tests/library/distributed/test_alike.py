@@ -49,7 +49,7 @@ def made_on(rank: int, case: str) -> tuple[str, str, float]:
     [
         ("nesterov", "average: AverageUpdates(nesterov=False) on ranks [0, 2], Ave"),
         ("decay", "decay: Coupled() on ranks [0, 2], Rescaled() on ranks [1]"),
-        ("beta2", "beta2=0.8) on ranks [0, 2], Adam(rate=1.0, beta2=0.9) on ranks [1]"),
+        ("beta2", "beta2=0.8, damping=0.001) on ranks [0, 2], Adam(rate=1.0, beta2="),
         ("groups", "parameters of group 1: 3.bias, 3.weight on ranks [0, 2], 0.bias"),
         ("kfac", "optimizer: 'Adagrad' on ranks [0, 2], 'SGD' on ranks [1]"),
     ],
