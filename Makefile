@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo quick test-library test-lab test-processes test test-all durations \
+.PHONY: help venv demo quick quick-tests test-library test-lab test-processes test test-all durations \
 	check lint types docs dist bench mutations soak format clean
 
 # All cores; tests that share a fixture stay on one of them, the longest go first.
@@ -50,7 +50,10 @@ types: $(STAMP)
 
 check: lint types ## lint, formatting and types
 
-quick: check ## check, then the tests that need neither processes nor ten seconds
+quick: lint ## lint, types, and the tests that need neither processes nor half a second
+	@$(MAKE) --no-print-directory -j2 types quick-tests
+
+quick-tests: $(STAMP)
 	$(PYTEST) -m 'not processes and not slow and not long'
 
 test-library: $(ALONE)/.installed ## the library's tests, where the lab is not installed

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import pytest
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
-SLOW = 10.0
+SLOW = 0.4
 """Seconds from which on a test is slow."""
-WORTH_KEEPING = 1.0
+WORTH_KEEPING = 0.2
 """Seconds below which a duration is not written down."""
 OURS = ("tests.", "benchmarks.")
 T = TypeVar("T")
