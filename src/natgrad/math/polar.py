@@ -63,7 +63,8 @@ def polar(
     scale = bound.sqrt_().clamp_min_(0.5).reciprocal_().to(dtype)
     y, gram = y * scale, gram.mul_(scale.square())
     chosen = quintics(least, steps or usual)
-    if gram_is_cheaper(*x.shape[-2:], len(chosen)) and dtype != torch.bfloat16:
+    rows, columns = x.shape[-2:]
+    if dtype != torch.bfloat16 and gram_is_cheaper(rows, columns, len(chosen)):
         return _by_gram(y, gram, chosen).to(x.dtype)
     inner, spare = torch.empty_like(gram), torch.empty_like(y)
     now, other = (y, y.mT), (spare, spare.mT)

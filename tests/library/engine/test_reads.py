@@ -155,11 +155,13 @@ OPERATIONS: dict[str, tuple[Make, int]] = {
 def operations_of(make: Make) -> int:
     model = convolutions()
     optimizer = make(model)
+    found = Operations()
     for _ in range(2):
-        F.cross_entropy(model(torch.randn(2, 3, 8, 8)), torch.tensor([1, 2])).backward()
-        with Operations() as found:
-            optimizer.step()
         optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(2, 3, 8, 8)), torch.tensor([1, 2])).backward()
+        found.count = 0
+        with found:
+            optimizer.step()
     return found.count
 
 
