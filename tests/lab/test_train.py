@@ -145,7 +145,7 @@ def test_every_refresh_rule_is_the_one_asked_for() -> None:
 
 @pytest.mark.parametrize("kind", ["staircase", "late"])
 def test_a_short_run_can_leave_the_always_fresh_phase(kind: Any) -> None:
-    def intervals(**settings: int) -> set[int]:
+    def intervals(**settings: Any) -> set[int]:
         asked = RefreshConfig(kind=kind, **settings)
         rule = make_refresh(
             TrainConfig(refresh=asked, batch=100), 1000, natgrad.Every()
