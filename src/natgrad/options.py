@@ -71,11 +71,12 @@ class Options:
         rule: how factors turn a layer's gradient into an update: `Kronecker` (K-FAC),
             `EKFAC`, `EigenAdam` or `Orthogonal`.
         fallback: the rule of parameters without factors: `Plain` or `Adam`.
-        length: how long an update is: `Free`, `KLClip`, `LayerTrust` or `MuonLength`. None:
-            `KLClip` for a natural gradient (`Kronecker`, `EKFAC`), `LayerTrust` for
-            other rules.
+        length: how long an update is: `Free`, `KLClip`, `LayerTrust` or `MuonLength`.
+            None: `KLClip` for a natural gradient (`Kronecker`, `EKFAC`), `LayerTrust`
+            for other rules.
         average: what momentum averages: `AverageUpdates` or `AverageGradients`.
-        decay: how weight decay enters: `Coupled`, `Decoupled`, `Rescaled` or `FixedNorm`.
+        decay: how weight decay enters: `Coupled`, `Decoupled`, `Rescaled` or
+            `FixedNorm`.
         lr: learning rate, > 0; a parameter group may have its own. ``"auto"``: the best
             under the quadratic model of the loss, in each step, for all groups.
         momentum: in [0, 1); a parameter group may have its own. ``"auto"``: as lr.
