@@ -2,7 +2,7 @@
 
 Note [Agreed overflow]
 A scaler looks at the gradients of its own rank and skips the step there. Where the
-optimizer itself reduces gradients, the other ranks would wait for that one for ever. So
+optimizer itself reduces gradients, the other ranks would wait for that one forever. So
 the optimizer tells the scaler that it handles overflows (as torch's fused optimizers
 do): the scaler then always steps, and says what it found. That goes into the step's
 agreement, all ranks skip or none does, and each rank's scaler is told of the overflow,

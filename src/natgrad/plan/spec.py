@@ -25,7 +25,7 @@ GRADIENTS = ("R", "L")
 FACTORS = (*ACTIVATIONS, *GRADIENTS)
 KINDS = (*FACTORS, "S", "unit", "diag", "full")
 SIDES = ("right", "left", "both")
-# Vectors of one example are alike: so many examples at least, whatever they give.
+# Vectors of one example are similar: so many examples at least, whatever they give.
 FEWEST_EXAMPLES = 64
 # An estimate of n x n has the rank of its vectors; running averages join several.
 VECTORS_A_ROW = 2

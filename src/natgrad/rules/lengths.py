@@ -122,7 +122,7 @@ class LayerTrust(Length):
             geometrically, unless the learning rate falls to zero soon enough.
         memory: steps shorten where gradients are small beside what they usually are:
             this is the decay of the running mean of their squared norms, in [0, 1). It
-            counts all of them alike until there are more than it holds. None: every
+            counts all of them equally until there are more than it holds. None: every
             step has its whole length.
     """
 

@@ -65,7 +65,7 @@ class References:
     def usual(self, names: Sequence[str], sizes: Tensor, memory: float) -> Tensor:
         """Add the norms of this step's gradients; returns the usual ones.
 
-        All gradients count alike until there are more than the memory holds.
+        All gradients count equally until there are more than the memory holds.
         """
         states = [self.states[name] for name in names]
         kept = [min(memory, s.steps / (s.steps + 1)) for s in states]
