@@ -14,6 +14,8 @@ from natgrad.plan.cost import CostModel
 from natgrad.plan.describe import describe_plan
 from natgrad.plan.exchange import Exchange, derive_exchanges
 from natgrad.plan.memory import Keeps, memory_of
+from natgrad.plan.messages import Message, Wiring
+from natgrad.plan.sequence import sequence
 from natgrad.plan.spec import FLOAT_BYTES, BlockSpec, StatisticSpec
 from natgrad.plan.split import Split, loads_of, split_exchanges, split_large
 from natgrad.plan.strategies import (
@@ -102,6 +104,14 @@ class Plan:
             content["splits"] = {s.name: list(s.ranks) for s in self.splits}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def sequence(self, wiring: Wiring | None = None, **step: Any) -> Sequence[Message]:
+        """Every collective of a step, in the order in which all ranks start them.
+
+        The step is as `natgrad.plan.sequence.sequence` takes it; by default one that
+        refreshes everything.
+        """
+        return sequence(self, wiring, **step)
 
     def ranks(self, keeps: Keeps | None = None) -> list[dict[str, Any]]:
         """What each rank holds and does.
