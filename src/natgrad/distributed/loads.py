@@ -42,7 +42,14 @@ class Spares:
 
 
 class Load:
-    """A bucket's buffer and its stages of collectives, which start one by one."""
+    """A bucket's buffer and its stages of collectives, which start one by one.
+
+    Attributes:
+        bucket: what is in it.
+        mine: names of the items that this rank puts; ``filled``: that it has put.
+        closed: whether it may leave with what it has.
+        left: whether it has left.
+    """
 
     def __init__(
         self,
@@ -56,7 +63,7 @@ class Load:
         self.bucket = departure.bucket
         self.mine = self.bucket.put_by(comm.rank)
         self.filled: set[str] = set()
-        self.left = False
+        self.left = self.closed = False
         self._comm, self._exchange = comm, exchange
         self._dtype, self._wire_dtype, self._device = dtype, wire, device
         self._stages = [mine(stage, comm.rank) for stage in departure.stages]

@@ -1,27 +1,43 @@
-"""What leaves a rank while its backward still runs.
+"""What leaves a rank while its forward and backward still run.
 
 Note [Overlap]
-An `Outbox` opens the exchanges of a step before its backward and puts an item on its
+An `Outbox` opens the exchanges of a step before its forward and puts an item on its
 flight as soon as the item is complete; the communicator sends full buckets in the
-plan's order, so that communication runs under the rest of the backward. A statistic is
+plan's order, so that communication runs under the rest of the pass. A statistic is
 complete when its layer has run as often as in the last step that estimated it; a
 gradient, when autograd has accumulated it as often as in the last step. If more of a
 statistic comes after all (a second micro-batch), the rest is put on the same flight
 later: sums may arrive in parts. Gradients are sent again, as they may have been
 replaced.
+
+Note [Inputs leave in the forward]
+A statistic of inputs (A) is known in the forward, so it leaves there, on a flight of
+its own, and is exchanged under the backward (SP-NGD, Stage 2). It counts only once its
+backward has come, and what was sent cannot be taken back: this rank keeps, packed, what
+does count. If a backward has not come by the step, on whatever rank, the flight is void
+on all of them, and they send again what they kept. A model that does so once may do it
+in every step, so for the next `HOLD` steps inputs wait for their backward. What a
+forward recomputes inside of a backward waits in any case. When the model's forward ends
+as often as in the last step, all buckets of inputs leave, also those of layers that did
+not run.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from natgrad.capture.forwards import Captured, Sums
+from natgrad.capture.sink import Sent
 from natgrad.distributed.communicator import Communicator, Flight
 from natgrad.distributed.transfer import Walk
 from natgrad.layers import Block
 from natgrad.math.packing import flatten, trace
 from natgrad.plan.sequence import Leg, reductions
+
+HOLD = 100
+"""Steps in which inputs wait for their backward, after one that never came."""
 
 
 class Outbox:
@@ -53,13 +69,27 @@ class Outbox:
         ``expected`` is how often each grew when it was last estimated.
         """
         self._opened = names, expected
-        legs = reductions(self._comm.plan, names)
+        legs = reductions(self._comm.plan, names, early=self._sums.early)
         like = self._like
         self._walk = self._comm.begin_together(legs, like.dtype, like.device)
-        flights = {flight.exchange: flight for flight in self._walk.flights}
-        self._sums.open(names, expected, flights.get("reduce_statistics"))
+        pairs = list(zip(legs, self._walk.flights, strict=True))
+        sums = [(x, f) for x, f in pairs if x.exchange == "reduce_statistics"]
+        self._sums.open(names, expected, sums)
         if self.gradients is not None:
-            self.gradients.open(flights.get("reduce_gradients"))
+            rest = [f for x, f in pairs if x.exchange == "reduce_gradients"]
+            self.gradients.open(rest[0] if rest else None)
+
+    def made(self, name: str, x: Tensor) -> Sent | None:
+        """A statistic of inputs, in the forward; None if it is to wait."""
+        return self._sums.made(name, x)
+
+    def counted(self, name: str, sent: Sent) -> None:
+        """The backward of what was made has come."""
+        self._sums.counted(name, sent)
+
+    def forward_ended(self) -> None:
+        """The model's forward is over."""
+        self._sums.forward_ended()
 
     def grown(self, name: str, captured: Captured) -> None:
         """A statistic's sum has grown; send it if that was the last part."""
@@ -94,47 +124,131 @@ class Outbox:
 
 
 class StatisticsOutbox:
-    """Sends the sums of due statistics to their owners."""
+    """Sends the sums of due statistics to their owners.
+
+    Attributes:
+        early: whether inputs leave in the forward of the coming step.
+    """
 
     def __init__(self, comm: Communicator, like: Tensor, overlap: bool) -> None:
         self._comm, self._like, self._overlap = comm, like, overlap
-        self._expected: Mapping[str, int] = {}
-        self._flight: Flight | None = None
-        self._names: list[str] = []
-        self._traces: dict[str, Tensor] = {}
+        self._held, self._forwards, self._usual = 0, 0, 1
+        self.open((), {}, ())
+
+    @property
+    def early(self) -> bool:
+        return not self._held
 
     def open(
-        self, names: Sequence[str], expected: Mapping[str, int], flight: Flight | None
+        self,
+        names: Sequence[str],
+        expected: Mapping[str, int],
+        flights: Sequence[tuple[Leg, Flight]],
     ) -> None:
         """Begin a step that estimates these statistics."""
-        self._names, self._expected, self._traces = list(names), expected, {}
-        self._flight = flight
+        self._names, self._expected = list(names), expected
+        self._flights = {n: flight for leg, flight in flights for n in leg.names}
+        self._inputs: Flight | None = None
+        for leg, flight in flights:
+            if leg.events[0][0] == "forward":
+                self._inputs = flight
+        self._traces: dict[str, Tensor] = {}
+        # of inputs: what counts, what is made but not put, and how many are which
+        self._kept: dict[str, Tensor] = {}
+        self._waiting: dict[str, Tensor] = {}
+        self._made, self._counted = Counter[str](), Counter[str]()
+        self._forwards = 0
+        self._turn = object()
+
+    def made(self, name: str, x: Tensor) -> Sent | None:
+        """See Note [Inputs leave in the forward]."""
+        if self._inputs is None or not self._overlap:
+            return None
+        sent = Sent(turn=self._turn, packed=flatten(x), trace=trace(x))
+        # a copy where more is to be added: this one may count when others do not
+        _grow(self._waiting, name, sent.packed)
+        self._made[name] += 1
+        if self._made[name] >= self._expected.get(name, 1):
+            self._inputs.put(name, self._waiting.pop(name))
+        return sent
+
+    def counted(self, name: str, sent: Sent) -> None:
+        """See Note [Inputs leave in the forward]."""
+        if sent.turn is not self._turn:  # made for a step that was abandoned
+            if name in self._flights:
+                self._put(name, sent.packed, sent.trace)
+            return
+        self._counted[name] += 1
+        _grow(self._kept, name, sent.packed)
+        _grow(self._traces, name, sent.trace)
+
+    def forward_ended(self) -> None:
+        """See Note [Inputs leave in the forward]."""
+        self._forwards += 1
+        if self._inputs is not None and self._overlap and self._forwards >= self._usual:
+            self._put_waiting()
+            self._inputs.close()
 
     def grown(self, name: str, captured: Captured) -> None:
         """A statistic's sum has grown; send it if that was the last part."""
         complete = captured.calls[name] >= self._expected.get(name, 1)
-        if self._overlap and complete:
-            self._put(name, captured.sums.pop(name))
+        if self._overlap and complete and name in self._flights:
+            self._take(name, captured)
 
     def send(self, captured: Captured) -> None:
-        """Put what is left."""
+        """Put what is left; what was made and does not count voids its flight."""
         for name in self._names:
             if name in captured.sums:
-                self._put(name, captured.sums.pop(name))
+                self._take(name, captured)
+        self._put_waiting()
+        if self._inputs is not None and self._made != self._counted:
+            self._inputs.void()
+        self._usual = max(1, self._forwards)
 
     def finish(self) -> Sums:
         """The packed sums of owned statistics."""
         # in one order on all ranks, whatever ran here and when it was sent
         zero = self._like.new_zeros(())
         traces = {name: self._traces.get(name, zero) for name in self._names}
-        packed = self._flight.finish() if self._flight is not None else {}
+        packed: dict[str, Tensor] = {}
+        for flight in dict.fromkeys(self._flights.values()):
+            found = flight.finish()
+            packed |= self._again(flight) if flight.is_void else found
+        self._held = max(0, self._held - 1)
+        if self._inputs is not None and self._inputs.is_void:
+            self._held = HOLD
         return Sums(packed=packed, traces=traces)
 
-    def _put(self, name: str, x: Tensor) -> None:
-        part, traces = trace(x), self._traces
-        traces[name] = traces[name] + part if name in traces else part
-        assert self._flight is not None
-        self._flight.put(name, flatten(x))
+    def _again(self, void: Flight) -> dict[str, Tensor]:
+        """What of the inputs counts, sent in the place of what was."""
+        names = [n for n in self._names if self._flights[n] is void]
+        like = self._like
+        flight = self._comm.begin(void.exchange, names, like.dtype, like.device)
+        for name in names:
+            if name in self._kept:
+                flight.put(name, self._kept[name])
+        return flight.finish()
+
+    def _put_waiting(self) -> None:
+        assert self._inputs is not None or not self._waiting
+        for name in list(self._waiting):
+            self._flights[name].put(name, self._waiting.pop(name))
+
+    def _take(self, name: str, captured: Captured) -> None:
+        x = captured.sums.pop(name)
+        self._put(name, flatten(x), trace(x))
+
+    def _put(self, name: str, flat: Tensor, part: Tensor) -> None:
+        _grow(self._traces, name, part)
+        flight = self._flights[name]
+        if flight is self._inputs:
+            _grow(self._kept, name, flat)
+        flight.put(name, flat)
+
+
+def _grow(sums: dict[str, Tensor], name: str, more: Tensor) -> None:
+    """Add, without writing to what was given."""
+    sums[name] = sums[name] + more if name in sums else more
 
 
 class GradientOutbox:

@@ -97,7 +97,7 @@ class Walk:
         """Start what is next as long as that waits for nothing."""
         while self._queue:
             load, stage = self._queue[0]
-            if not (load.full if stage == 0 else load.idle):
+            if not ((load.full or load.closed) if stage == 0 else load.idle):
                 return
             self._start()
 
@@ -227,6 +227,12 @@ class Flight:
         After that `is_void` is True on every rank, and sums mean nothing.
         """
         self.is_void = True
+
+    def close(self) -> None:
+        """Let all buckets leave, full or not; what is put from now on is late."""
+        for load in self._loads:
+            load.closed = True
+        self._walk.advance()
 
     def late_loads(self) -> list[int]:
         """For each bucket whether something of it is late here."""

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from natgrad.capture.forwards import Armed
 from natgrad.capture.hooks import require_unwatched
 from natgrad.capture.recorder import Capture
+from natgrad.capture.sink import Armed
 from natgrad.capture.unwrap import inside_ddp, unwrap
 from natgrad.checkpoint.gather import gather, part_of, release, warn_partial
 from natgrad.checkpoint.state_dict import convert, load, save

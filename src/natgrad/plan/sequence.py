@@ -17,9 +17,10 @@ it was, they send that again, which is not in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from natgrad.plan.buckets import Bucket, bucket_limit, make_buckets
 from natgrad.plan.messages import (
@@ -30,6 +31,7 @@ from natgrad.plan.messages import (
     Message,
     Stages,
     Wiring,
+    mine,
     stages_of,
 )
 
@@ -63,11 +65,12 @@ class Departure:
 
 
 def reductions(
-    plan: Plan, statistics: Collection[str], *, early: bool = False
+    plan: Plan, statistics: Collection[str], *, early: bool = True
 ) -> tuple[Leg, ...]:
     """What a step with these due statistics reduces: sums, then gradients.
 
-    ``early``: the statistics of inputs leave in the forward, on a leg of their own.
+    ``early``: the statistics of inputs leave in the forward, on a leg of their own, and
+    else with the others.
     """
     wanted = frozenset(statistics)
     due = [s for s in plan.statistics if s.name in wanted]
@@ -92,16 +95,22 @@ def _leg(exchange: str, made: Sequence[tuple[str, Event]]) -> Leg:
 
 
 def departures(
-    plan: Plan, legs: Sequence[Leg], wiring: Wiring
+    plan: Plan,
+    legs: Sequence[Leg],
+    wiring: Wiring,
+    only: Container[int] | None = None,
 ) -> tuple[list[Departure], list[Departure]]:
-    """The buckets of all legs in the order they leave, and those that follow them."""
+    """The buckets of all legs in the order they leave, and those that follow them.
+
+    Of groups of some of the ranks, those with none of ``only`` are left out.
+    """
     first: list[Departure] = []
     second: list[Departure] = []
     for number, leg in enumerate(legs):
         exchange = plan.exchanges[leg.exchange]
         most = wiring.bucket_bytes // wiring.size(leg.exchange)
         limit = bucket_limit(exchange, leg.names, most)
-        ways = make_buckets(exchange, leg.names, limit)
+        ways = make_buckets(exchange, leg.names, limit, only)
         place = {name: index for index, name in enumerate(leg.names)}
         for found, buckets in zip((first, second), ways, strict=True):
             for bucket in buckets:
@@ -148,7 +157,8 @@ def sequence(
     updates: Collection[str] | None = None,
     totals: Sequence[int] = (),
     facts: int = 0,
-    early: bool = False,
+    early: bool = True,
+    rank: int | None = None,
 ) -> tuple[Message, ...]:
     """Every collective of a step, in the order in which all ranks start them.
 
@@ -161,7 +171,9 @@ def sequence(
         totals: Elements of the sums over ranks that lengths ask for: the KL clip's
             is twice the number of layers.
         facts: Numbers that a refresh policy adds to the verdict: a budget's.
-        early: Whether the statistics of inputs leave in the forward.
+        early: Whether the statistics of inputs leave in the forward, as they do unless
+            backwards have failed to come.
+        rank: Only those that this rank takes part in; None: all.
     """
     if plan.world == 1:
         return ()
@@ -171,7 +183,8 @@ def sequence(
     made = _among((s.name for s in plan.statistics), inverses)
     present = _among(blocks, updates)
     legs = reductions(plan, due, early=early)
-    first, second = departures(plan, legs, wiring)
+    only = None if rank is None else (rank,)
+    first, second = departures(plan, legs, wiring, only)
     world, each = plan.world, wiring.element_bytes
     found = [small(CONTROL, world, 2, WORD_BYTES, ("begin", ""))]
     found += flat(first)
@@ -183,11 +196,12 @@ def sequence(
     if made:
         told = 3 * len(made)
         found.append(small(AGREE, world, told, WORD_BYTES, ("inverted", "")))
-    found += _shares(plan, "share_inverses", made, wiring, "agreed on inverses")
+    after = ("agreed on inverses", "")
+    found += _shares(plan, "share_inverses", made, wiring, after, only)
     for count in totals:
         found.append(small(AGREE, world, count, each, ("preconditioned", "")))
-    found += _shares(plan, "share_updates", present, wiring, "scaled")
-    return tuple(found)
+    found += _shares(plan, "share_updates", present, wiring, ("scaled", ""), only)
+    return tuple(found if rank is None else mine(found, rank))
 
 
 def _among(names: Iterable[str], wanted: Collection[str] | None) -> list[str]:
@@ -196,11 +210,16 @@ def _among(names: Iterable[str], wanted: Collection[str] | None) -> list[str]:
 
 
 def _shares(
-    plan: Plan, exchange: str, names: Iterable[str], wiring: Wiring, phase: str
+    plan: Plan,
+    exchange: str,
+    names: Iterable[str],
+    wiring: Wiring,
+    after: Event,
+    only: Container[int] | None,
 ) -> list[Message]:
     leg = Leg(exchange=exchange, names=tuple(names))
-    leaving, _ = departures(plan, [leg], wiring) if leg.names else ((), ())
-    return [replace(m, after=(phase, "")) for m in flat(leaving)]
+    leaving, _ = departures(plan, [leg], wiring, only) if leg.names else ((), ())
+    return [replace(m, after=after) for m in flat(leaving)]
 
 
 def small(
@@ -215,3 +234,27 @@ def small(
         element_bytes=size,
         after=after,
     )
+
+
+def summary(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """A sequence as plain data: neighbours of one exchange, kind and size of group.
+
+    ``collectives`` says how many they are; ``after`` is when the first may start.
+    """
+    rows: list[dict[str, Any]] = []
+    for (exchange, kind, ranks), group in groupby(
+        messages, key=lambda m: (m.exchange, m.kind, len(m.ranks))
+    ):
+        held = list(group)
+        rows.append(
+            {
+                "exchange": exchange,
+                "kind": kind,
+                "ranks": ranks,
+                "collectives": len(held),
+                "bytes": sum(m.bytes for m in held),
+                "padding": sum(m.padding for m in held),
+                "after": " of ".join(part for part in held[0].after if part),
+            }
+        )
+    return rows
