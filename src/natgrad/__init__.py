@@ -5,6 +5,7 @@ its own; `Polar` is one too, with an orthogonalised update.
 """
 
 from natgrad import plan, schedules
+from natgrad.checkpoint.momentum import take_momentum
 from natgrad.diagnostics import sinks
 from natgrad.distributed.options import CommOptions
 from natgrad.factors.budget import Budget
@@ -15,7 +16,7 @@ from natgrad.layers.split import GroupList, groups
 from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
-from natgrad.presets import SOAP, Muon, Shampoo
+from natgrad.presets import SOAP, Muon, Shampoo, create
 from natgrad.quadratic.options import AutoDamping
 from natgrad.rules.averages import Average, AverageGradients, AverageUpdates
 from natgrad.rules.decays import Coupled, Decay, Decoupled, FixedNorm, Rescaled
@@ -69,10 +70,12 @@ __all__ = [
     "Rule",
     "Scheduled",
     "Shampoo",
+    "create",
     "groups",
     "hybrid",
     "plan",
     "register_layer",
     "schedules",
     "sinks",
+    "take_momentum",
 ]

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from natgrad.checkpoint.gather import inverse_shapes, parts_kept
+from natgrad.checkpoint.gather import parts_kept
 from natgrad.factors.budget import Books, Cost
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import require_part, require_version
+from natgrad.plan.cost import inverse_shapes
 
 if TYPE_CHECKING:
     from natgrad.engine.machinery import Machinery
@@ -56,9 +57,10 @@ def _require_rules(saved: Any, engine: "Machinery") -> None:
         known = _dict(f"rules[{block.name!r}]", rules.get(block.name, {}))
         if known and repr(known) != repr(block.rule.spec()):  # it may hold anything
             raise ValueError(
-                f"The saved natgrad state of {block.name} is of the rule "
-                f"{known}. Must be {block.rule.spec()}, the rule that this "
-                "optimizer has for it."
+                f"The saved natgrad state of {block.name} is of another rule than this "
+                f"optimizer has for it:\n  saved: {known}\n  here:  "
+                f"{block.rule.spec()}\nMust be the same. natgrad.take_momentum("
+                "optimizer, state) takes the momentum alone."
             )
 
 
