@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from natgrad.plan.cost import CostModel
 from natgrad.plan.exchange import EXCHANGES, Exchange, Item
+from natgrad.plan.messages import Message, Wiring
 from natgrad.plan.plan import Plan, make_plan
 from natgrad.plan.spec import BlockSpec, StatisticSpec
 from natgrad.plan.strategies import (
@@ -33,9 +34,11 @@ __all__ = [
     "Exchange",
     "HardwareProfile",
     "Item",
+    "Message",
     "Plan",
     "StatisticSpec",
     "Strategy",
+    "Wiring",
     "choose_strategy",
     "find_strategy",
     "hybrid",
