@@ -110,8 +110,8 @@ class Options:
             over.
         largest_factor: rows that a factor may have, >= 1; a larger one is cut into as
             few and equal diagonal blocks as need be: of an input statistic whole
-            channels, of a linear layer neighbouring inputs. None: no factor is cut, as
-            in the papers.
+            channels, of a linear layer neighbouring inputs. None: no factor is cut;
+            the papers cut none.
         strategy: how several ranks share the work: ``"factor_wise"``,
             ``"layer_wise"``, ``"spngd"``, ``natgrad.hybrid(fraction)``, or ``"auto"``:
             the one that the machine's profile says is fastest, printed with why and

@@ -3,7 +3,7 @@
 Rank 0 looks for a profile, compares the strategies by `choose_strategy` and tells the
 other ranks. The profile is the first of: the ``profile`` argument, the file that
 ``$NATGRAD_PROFILE`` names, the file that ``natgrad calibrate`` writes by default, and
-built-in numbers that are nobody's machine, which it says.
+built-in numbers of no particular machine, which it says.
 
 What a forward and a backward take is not known when it chooses: strategies within 5% of
 each other in the seconds that they add to those are one to it.
@@ -155,7 +155,7 @@ class Automatic:
         """The plan of the strategy chosen; collective if ``gradients`` have changed.
 
         Who averages gradients decides what a strategy costs, so that a model that DDP
-        wraps after all is chosen for anew.
+        wraps after all is chosen for again.
         """
         gradients = changes.get("gradients", self._gradients)
         if gradients != self._gradients:

@@ -133,7 +133,7 @@ class Machinery(ABC):
         return Communicator(plan, options.comm, options.group, fingerprint=same)
 
     def _reopen(self) -> None:
-        """Send by the plan and in the dtype of now; what was sent is void."""
+        """Send by the plan and in the present dtype; what was sent is void."""
         if self._outbox is not None:
             self._outbox.close()
         if self.comm.world > 1:

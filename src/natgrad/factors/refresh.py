@@ -35,7 +35,7 @@ class Timing:
 
 
 class Refresh(ABC):
-    """A rule that says when statistics and inverses are made anew."""
+    """A rule that says when statistics and inverses are made again."""
 
     tolerance: float | None = None
     """If set, owners compare each new inverse with the two before it, and `judge`."""

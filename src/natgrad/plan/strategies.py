@@ -97,7 +97,7 @@ class Placement:
     Attributes:
         spread: From jobs (name, seconds) and the bins' loads to a bin for each job.
         whole_layers: Whether a layer's statistics stay together while there are at
-            least as many layers as ranks, as in the papers.
+            least as many layers as ranks, as Osawa et al. do.
     """
 
     spread: Callable[[Sequence[Job], Sequence[float]], list[int]]
