@@ -47,6 +47,8 @@ def hybrid(fraction: float) -> Strategy:
     return Strategy(name=f"hybrid({fraction:g})", fraction=fraction)
 
 
+FIRST_STRATEGY, FIRST_PLACEMENT = "factor_wise", "longest_first"
+"""What holds unless others are given."""
 STRATEGIES: dict[str, Strategy] = {
     s.name: s
     for s in (

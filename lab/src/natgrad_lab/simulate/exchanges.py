@@ -6,17 +6,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from natgrad.plan import EXCHANGES, HardwareProfile, Plan
-from natgrad.plan.autotune.choice import sgd_exchange
-from natgrad.plan.autotune.predict import (
+from natgrad.plan import (
+    EXCHANGES,
+    Departure,
+    HardwareProfile,
+    Leg,
+    Plan,
+    Wiring,
+    departures,
+    reductions,
+)
+from natgrad.plan.autotune import (
     agree_seconds,
     departure_seconds,
     exchange_seconds,
     is_measured,
     scaled,
+    sgd_exchange,
 )
-from natgrad.plan.messages import Wiring
-from natgrad.plan.sequence import Departure, Leg, departures, reductions
 from natgrad_lab.simulate.events import Task, Timeline
 from natgrad_lab.simulate.policy import Kind
 from natgrad_lab.simulate.roles import Conditions

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from natgrad.math.inverse import InverseError
+from natgrad import InverseError
 from natgrad_lab.errors import UserError
 from natgrad_lab.study.curves import Curve, from_records
 from natgrad_lab.study.points import Planned

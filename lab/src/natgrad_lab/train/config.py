@@ -450,10 +450,6 @@ class TrainConfig:
         """The real-valued epoch after ``step`` updates."""
         return step * self.batch / examples
 
-    def step_of(self, epoch: float, examples: int) -> int:
-        """The first step at or after an epoch."""
-        return math.ceil(epoch * examples / self.batch)
-
     def accumulation(self, world: int) -> tuple[int, int]:
         """(examples a forward on one process, forwards an update)."""
         micro = self.micro_batch or max(1, self.batch // world)
