@@ -18,14 +18,14 @@ from natgrad_lab.doctor.examine import Finding
 from natgrad_lab.train.processes import World
 
 
-def spoil(rank: int) -> None:
+def spoil() -> None:
     """Rank 1 adds to what it shares of inverses."""
     plain = Links.call
 
-    def call(self: Links, lane: str, message: Any, buffer: Any, mine: int) -> Any:
+    def call(self: Links, lane: str, message: Any, buffer: Any, rank: int) -> Any:
         if rank == 1 and message.exchange == "share_inverses":
             buffer.add_(1.0)
-        return plain(self, lane, message, buffer, mine)
+        return plain(self, lane, message, buffer, rank)
 
     Links.call = call
     doctor.STRATEGIES = ("spngd", "factor_wise")
@@ -47,7 +47,7 @@ def examined(rank: int) -> list[list[Finding]]:
     doctor.PATIENCE = 1.0
     world = World(rank=rank, size=4)
     plain = Links.call, torch.mm, doctor.STRATEGIES
-    spoil(rank)
+    spoil()
     broken = doctor.exchanges(world)
     Links.call = plain[0]
     slow_down(rank)
