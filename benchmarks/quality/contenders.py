@@ -1,7 +1,9 @@
 """The rules that are compared, as rows: what happens to hidden matrices.
 
-All else (embedding, head, biases) follows Adam, the same for every contender, so that a
-difference is the rule's. ``lr`` is that of the hidden matrices.
+All else (embedding, head, biases) follows one rule that is the same for every contender
+of a protocol, so that a difference is the rule's. ``lr`` is that of the hidden
+matrices. Contenders whose name begins with "whole" are one `natgrad.Polar` for all
+parameters, as a user writes it, with nothing told but the learning rate.
 """
 
 from __future__ import annotations
@@ -13,7 +15,17 @@ from typing import Any
 from torch import nn
 
 import natgrad
-from natgrad import AverageGradients, EigenAdam, Every, MuonLength, Orthogonal, Rule
+from natgrad import (
+    Adam,
+    AverageGradients,
+    EigenAdam,
+    Every,
+    MuonLength,
+    Options,
+    Orthogonal,
+    Paced,
+    Rule,
+)
 
 OFTEN = Every(1, 5)
 
@@ -27,33 +39,55 @@ class Contender:
         damping: relative to a factor's mean eigenvalue.
         refresh: of its factors.
         lrs: the learning rates that are tried, on a grid of factors of two.
+        whole: the options of a `natgrad.Polar` for all parameters, instead of a split.
+        split: whether that `Polar` gets the groups of `natgrad.groups`.
     """
 
     rule: Rule | None
     lrs: tuple[float, ...]
     damping: float = 0.1
-    momentum: float = 0.95
     refresh: natgrad.Refresh = OFTEN
+    whole: Options | None = None
+    split: bool = False
 
 
 RATES = (0.02, 0.04, 0.08)
+PMUON = Orthogonal(source="gradients", power=0.25)
+SOAP = EigenAdam(source="gradients", moments="keep")
+ACTIVATIONS = Orthogonal(sides="inputs")
+# Polar of version 0.1, and the same with the factors of gradients
+WHOLE = replace(
+    natgrad.Polar.defaults,
+    rule=ACTIVATIONS,
+    damping=1.0,
+    refresh=Paced(Every(5, 5)),
+    factor_decay=0.8,
+    fallback=Adam(rate=0.2, beta2=0.999),
+    momentum=0.8,
+    weight_decay=0.01,
+)
+GRADIENTS = replace(
+    WHOLE, rule=PMUON, damping=0.1, refresh=Every(1, 5), factor_decay=0.95
+)
 CONTENDERS: dict[str, Contender] = {
     "adam": Contender(rule=None, lrs=(0.001, 0.002, 0.004)),
     "muon": Contender(rule=Orthogonal(sides="none"), lrs=RATES),
-    "pmuon": Contender(rule=Orthogonal(source="gradients", power=0.25), lrs=RATES),
-    "pmuon-inputs": Contender(
-        rule=Orthogonal(source="gradients", power=0.25, sides="inputs"), lrs=RATES
-    ),
-    "soap": Contender(
-        rule=EigenAdam(source="gradients", moments="keep"), lrs=RATES, damping=1e-8
-    ),
+    "pmuon": Contender(rule=PMUON, lrs=RATES),
+    "pmuon-inputs": Contender(rule=replace(PMUON, sides="inputs"), lrs=RATES),
+    "soap": Contender(rule=SOAP, lrs=RATES, damping=1e-8),
     "soap-muon": Contender(
-        rule=EigenAdam(source="gradients", moments="keep", orthogonal=True),
-        lrs=RATES,
-        damping=1e-8,
+        rule=replace(SOAP, orthogonal=True), lrs=RATES, damping=1e-8
     ),
     "polar-activations": Contender(
-        rule=Orthogonal(sides="inputs"), lrs=RATES, damping=1.0, refresh=Every(5, 5)
+        rule=ACTIVATIONS, lrs=RATES, damping=1.0, refresh=Every(5, 5)
+    ),
+    "whole-activations": Contender(rule=ACTIVATIONS, lrs=RATES, whole=WHOLE),
+    "whole-gradients": Contender(rule=PMUON, lrs=RATES, whole=GRADIENTS),
+    "whole-gradients-split": Contender(
+        rule=PMUON, lrs=RATES, whole=GRADIENTS, split=True
+    ),
+    "whole-activations-split": Contender(
+        rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, split=True
     ),
 }
 
@@ -64,25 +98,34 @@ def make(
     is_hidden: Callable[[str], bool],
     *,
     lr: float,
-    rest_lr: float,
+    momentum: float,
+    rest_lr: float | None,
 ) -> natgrad.SPNGD:
-    """One optimizer with two groups: hidden matrices at ``lr``, the rest by Adam."""
-    named = list(model.named_parameters())
+    """Hidden matrices at ``lr``, the rest by Adam at ``rest_lr``, or left alone."""
+    if contender.whole is not None:
+        groups = None
+        if contender.split:
+            rest = contender.whole.fallback
+            groups = natgrad.groups(model, contender.whole.rule, rest=rest)
+        return natgrad.Polar(model, groups, lr=lr, options=contender.whole)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [(n, p) for n, p in named if is_hidden(n) and p.dim() > 1]
     others = [(n, p) for n, p in named if not (is_hidden(n) and p.dim() > 1)]
     average = AverageGradients(nesterov=True)
-    adam = {"rule": natgrad.Adam(beta2=0.95), "length": natgrad.Free()}
+    adam = {"rule": Adam(beta2=0.95), "length": natgrad.Free()}
     hidden: dict[str, Any] = {"rule": contender.rule, "length": MuonLength()}
     groups: list[dict[str, Any]] = [
         {"params": matrices, "lr": lr, **(hidden if contender.rule else adam)},
-        {"params": others, "lr": rest_lr, "momentum": 0.9, **adam},
     ]
+    if rest_lr is not None:
+        groups.append({"params": others, "lr": rest_lr, "momentum": 0.9, **adam})
     options = replace(natgrad.Polar.defaults, average=average, factor_decay=0.95)
     return natgrad.SPNGD(
         model,
         groups,
         lr=lr,
-        momentum=contender.momentum,
+        momentum=momentum,
+        weight_decay=0.01,
         damping=contender.damping,
         refresh=contender.refresh,
         options=options,
