@@ -1,7 +1,7 @@
 """Train contenders to the end of their schedules and keep every run's record.
 
-    python -m benchmarks.quality run language --steps 400 --sequences 16
-    python -m benchmarks.quality table
+    python -m benchmarks.quality run language --steps 400 --batch 16
+    python -m benchmarks.quality report      # quality.md and quality.png
 
 Runs that are in the ledger already (benchmarks/results/quality.jsonl) are not run
 again, so that an interrupted command goes on where it was.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 
 from benchmarks.quality import airbench, autoencoder, language
 from benchmarks.quality.contenders import CONTENDERS, Contender, make
+from benchmarks.quality.report import write
 
 LEDGER = Path(__file__).parents[1] / "results" / "quality.jsonl"
 KEY = ("protocol", "contender", "lr", "seed", "steps", "batch")
@@ -143,28 +143,6 @@ def run(asked: argparse.Namespace) -> None:
                     file.write(json.dumps(record) + "\n")
 
 
-def table(path: Path) -> str:
-    """Best rate of each contender, by protocol, steps and batch."""
-    groups: dict[tuple[Any, ...], dict[float, list[float]]] = {}
-    for r in ledger(path):
-        key = (r["protocol"], r["steps"], r["batch"], r["contender"])
-        groups.setdefault(key, {}).setdefault(r["lr"], []).append(r["value"])
-    rows = [
-        "| protocol | steps | batch | contender | best lr | n | value | rates tried |"
-    ]
-    rows.append("|---|---|---|---|---|---|---|---|")
-    for (protocol, steps, batch, name), by_lr in sorted(
-        groups.items(), key=lambda item: (item[0][:3], min(map(min, item[1].values())))
-    ):
-        lr, values = min(by_lr.items(), key=lambda item: statistics.mean(item[1]))
-        spread = f" ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else ""
-        rows.append(
-            f"| {protocol} | {steps} | {batch} | {name} | {lr:g} | {len(values)} | "
-            f"{statistics.mean(values):.4f}{spread} | {len(by_lr)} |"
-        )
-    return "\n".join(rows)
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -176,14 +154,14 @@ def main() -> None:
     runner.add_argument("--seeds", nargs="*", type=int, default=[1])
     runner.add_argument("--steps", type=int, default=400)
     runner.add_argument("--batch", type=int, default=16)
-    tables = commands.add_parser("table")
-    for command in (runner, tables):
+    reporter = commands.add_parser("report")
+    for command in (runner, reporter):
         command.add_argument("--out", type=Path, default=LEDGER)
     asked = parser.parse_args()
     if asked.command == "run":
         run(asked)
     else:
-        print(table(asked.out))
+        write(ledger(asked.out), asked.out.parent)
 
 
 if __name__ == "__main__":

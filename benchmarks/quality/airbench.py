@@ -13,6 +13,7 @@ scaled by the fraction of the width and by the batch. The value is the error on 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ def rest(model: Airbench, batch: int) -> torch.optim.Optimizer:
     bias_lr, head_lr, decay = BIAS_LR * scale, HEAD_LR * scale, WEIGHT_DECAY * batch
     biases = [m.bias for m in model.layers if isinstance(m, nn.BatchNorm2d)]
     until = WHITENING_EPOCHS * (IMAGES // batch)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [model.whitening.bias], "lr": bias_lr, "until": until},
         {"params": biases, "lr": bias_lr},
         {"params": [model.head.weight], "lr": head_lr},
@@ -166,6 +167,8 @@ def _cropped(x: Tensor, shifts: Tensor) -> Tensor:
 
 def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Summed over images."""
+    # a third less time on a CPU
+    x = x.contiguous(memory_format=torch.channels_last)
     return F.cross_entropy(model(x), y, label_smoothing=0.2, reduction="sum")
 
 

@@ -103,11 +103,10 @@ def make(
 ) -> natgrad.SPNGD:
     """Hidden matrices at ``lr``, the rest by Adam at ``rest_lr``, or left alone."""
     if contender.whole is not None:
-        groups = None
-        if contender.split:
-            rest = contender.whole.fallback
-            groups = natgrad.groups(model, contender.whole.rule, rest=rest)
-        return natgrad.Polar(model, groups, lr=lr, options=contender.whole)
+        options = contender.whole
+        usual = natgrad.groups(model, options.rule, rest=options.fallback)
+        split = usual if contender.split else None
+        return natgrad.Polar(model, split, lr=lr, options=options)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [(n, p) for n, p in named if is_hidden(n) and p.dim() > 1]
     others = [(n, p) for n, p in named if not (is_hidden(n) and p.dim() > 1)]
