@@ -53,7 +53,9 @@ class Contender:
 
 RATES = (0.02, 0.04, 0.08)
 PMUON = Orthogonal(source="gradients", power=0.25)
-SOAP = EigenAdam(source="gradients", moments="keep")
+SOAP = EigenAdam(source="gradients", late=True, basis="tracked", moments="keep")
+# With bases by eigendecomposition, which do not stay near the last ones
+EXACT = EigenAdam(source="gradients", moments="keep")
 ACTIVATIONS = Orthogonal(sides="inputs")
 # Polar of version 0.1, and the same with the factors of gradients
 WHOLE = replace(
@@ -77,6 +79,10 @@ CONTENDERS: dict[str, Contender] = {
     "soap": Contender(rule=SOAP, lrs=RATES, damping=1e-8),
     "soap-muon": Contender(
         rule=replace(SOAP, orthogonal=True), lrs=RATES, damping=1e-8
+    ),
+    "soap-exact": Contender(rule=EXACT, lrs=RATES, damping=1e-8),
+    "soap-muon-exact": Contender(
+        rule=replace(EXACT, orthogonal=True), lrs=RATES, damping=1e-8
     ),
     "polar-activations": Contender(
         rule=ACTIVATIONS, lrs=RATES, damping=1.0, refresh=Every(5, 5)
