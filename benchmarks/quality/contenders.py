@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -40,7 +40,9 @@ class Contender:
         refresh: of its factors.
         lrs: the learning rates that are tried, on a grid of factors of two.
         whole: the options of a `natgrad.Polar` for all parameters, instead of a split.
-        split: whether that `Polar` gets the groups of `natgrad.groups`.
+        split: the groups of that `Polar`: those of `natgrad.groups` (True), one for
+            embeddings, which keep the factors of activations, and one for all else
+            ("tables"), or one in all.
     """
 
     rule: Rule | None
@@ -48,7 +50,7 @@ class Contender:
     damping: float = 0.1
     refresh: natgrad.Refresh = OFTEN
     whole: Options | None = None
-    split: bool = False
+    split: bool | Literal["tables"] = False
 
 
 RATES = (0.02, 0.04, 0.08)
@@ -76,6 +78,8 @@ CONTENDERS: dict[str, Contender] = {
     "muon": Contender(rule=Orthogonal(sides="none"), lrs=RATES),
     "pmuon": Contender(rule=PMUON, lrs=RATES),
     "pmuon-inputs": Contender(rule=replace(PMUON, sides="inputs"), lrs=RATES),
+    # one side, by a Cholesky root: as cheap as today's Polar
+    "root-inputs": Contender(rule=replace(PMUON, sides="inputs", power=0.5), lrs=RATES),
     "soap": Contender(rule=SOAP, lrs=RATES, damping=1e-8),
     "soap-muon": Contender(
         rule=replace(SOAP, orthogonal=True), lrs=RATES, damping=1e-8
@@ -92,10 +96,33 @@ CONTENDERS: dict[str, Contender] = {
     "whole-gradients-split": Contender(
         rule=PMUON, lrs=RATES, whole=GRADIENTS, split=True
     ),
+    "whole-gradients-tables": Contender(
+        rule=PMUON, lrs=RATES, whole=GRADIENTS, split="tables"
+    ),
+    "whole-gradients-tables-slow": Contender(
+        rule=PMUON,
+        lrs=RATES,
+        whole=replace(GRADIENTS, momentum=0.95),
+        split="tables",
+    ),
     "whole-activations-split": Contender(
         rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, split=True
     ),
 }
+
+
+def tables(model: nn.Module) -> list[dict[str, Any]]:
+    """Embeddings by the factors of activations, all else by the optimizer's rule."""
+    inside = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    own = {id(p) for m in inside for p in m.parameters()}
+    named = list(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [(n, p) for n, p in named if id(p) not in own]}
+    ]
+    if own:
+        parts = {"rule": ACTIVATIONS, "damping": 1.0, "refresh": Every(5, 5)}
+        groups.append({"params": [(n, p) for n, p in named if id(p) in own], **parts})
+    return groups
 
 
 def make(
@@ -110,8 +137,11 @@ def make(
     """Hidden matrices at ``lr``, the rest by Adam at ``rest_lr``, or left alone."""
     if contender.whole is not None:
         options = contender.whole
-        usual = natgrad.groups(model, options.rule, rest=options.fallback)
-        split = usual if contender.split else None
+        split: list[dict[str, Any]] | None = None
+        if contender.split == "tables":
+            split = tables(model)
+        elif contender.split:
+            split = natgrad.groups(model, options.rule, rest=options.fallback)
         return natgrad.Polar(model, split, lr=lr, options=options)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [(n, p) for n, p in named if is_hidden(n) and p.dim() > 1]
