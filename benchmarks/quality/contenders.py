@@ -39,6 +39,7 @@ class Contender:
         damping: relative to a factor's mean eigenvalue.
         refresh: of its factors.
         lrs: the learning rates that are tried, on a grid of factors of two.
+        momentum: None: the protocol's.
         whole: the options of a `natgrad.Polar` for all parameters, instead of a split.
         split: the groups of that `Polar`: those of `natgrad.groups` (True), one for
             embeddings, which keep the factors of activations, and one for all else
@@ -49,6 +50,7 @@ class Contender:
     lrs: tuple[float, ...]
     damping: float = 0.1
     refresh: natgrad.Refresh = OFTEN
+    momentum: float | None = None
     whole: Options | None = None
     split: bool | Literal["tables"] = False
 
@@ -77,6 +79,15 @@ CONTENDERS: dict[str, Contender] = {
     "adam": Contender(rule=None, lrs=(0.001, 0.002, 0.004)),
     "muon": Contender(rule=Orthogonal(sides="none"), lrs=RATES),
     "pmuon": Contender(rule=PMUON, lrs=RATES),
+    # with the momentum of Polar
+    "muon-0.8": Contender(rule=Orthogonal(sides="none"), lrs=RATES, momentum=0.8),
+    "pmuon-0.8": Contender(rule=PMUON, lrs=RATES, momentum=0.8),
+    "soap-muon-0.8": Contender(
+        rule=replace(SOAP, orthogonal=True), lrs=RATES, damping=1e-8, momentum=0.8
+    ),
+    "polar-activations-0.8": Contender(
+        rule=ACTIVATIONS, lrs=RATES, damping=1.0, refresh=Every(5, 5), momentum=0.8
+    ),
     "pmuon-inputs": Contender(rule=replace(PMUON, sides="inputs"), lrs=RATES),
     # one side, by a Cholesky root: as cheap as today's Polar
     "root-inputs": Contender(rule=replace(PMUON, sides="inputs", power=0.5), lrs=RATES),
@@ -103,6 +114,12 @@ CONTENDERS: dict[str, Contender] = {
         rule=PMUON,
         lrs=RATES,
         whole=replace(GRADIENTS, momentum=0.95),
+        split="tables",
+    ),
+    "whole-root-tables": Contender(
+        rule=PMUON,
+        lrs=RATES,
+        whole=replace(GRADIENTS, rule=replace(PMUON, sides="inputs", power=0.5)),
         split="tables",
     ),
     "whole-activations-split": Contender(
@@ -159,7 +176,7 @@ def make(
         model,
         groups,
         lr=lr,
-        momentum=momentum,
+        momentum=contender.momentum or momentum,
         weight_decay=0.01,
         damping=contender.damping,
         refresh=contender.refresh,

@@ -35,7 +35,8 @@ class Reference:
     """Of one layer.
 
     Attributes:
-        start: the norm of weight and bias together when training began, on every rank.
+        start: the norm of weight and bias together when training began, on every rank;
+            of a weight that began at zero, `usual_norm`.
         usual: the root of the mean squared norm of its gradients, on its workers.
         steps: how many gradients that is made of.
     """
@@ -59,8 +60,11 @@ class References:
         """Note the norms of weights that are not known yet, in the first step all."""
         new = [b for b in blocks if b.name not in self.states and has_reference(b)]
         if new:
-            for block, norm in zip(new, weight_norms(new, like).unbind(), strict=True):
-                self.states[block.name] = Reference(start=norm)
+            norms = weight_norms(new, like)
+            usual = like.new_tensor([usual_norm(b) for b in new])
+            starts = torch.where(norms > 0, norms, usual)
+            for block, start in zip(new, starts.unbind(), strict=True):
+                self.states[block.name] = Reference(start=start)
 
     def usual(self, names: Sequence[str], sizes: Tensor, memory: float) -> Tensor:
         """Add the norms of this step's gradients; returns the usual ones.
@@ -160,6 +164,12 @@ class References:
 def has_reference(block: Block) -> bool:
     """Whether updates of a block get a length, and are ours to give."""
     return rows_of(block) > 0 and not block.is_foreign
+
+
+def usual_norm(block: Block) -> float:
+    """What a weight that begins at zero counts as having: as torch initialises layers,
+    rows of norm ``1 / sqrt(3)``. Of a table, whose rows are read apart, nothing."""
+    return 0.0 if block.is_table else math.sqrt(rows_of(block) / 3)
 
 
 def rows_of(block: Block) -> int:
