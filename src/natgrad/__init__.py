@@ -16,7 +16,7 @@ from natgrad.layers.split import GroupList, groups
 from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
-from natgrad.presets import SOAP, Muon, Shampoo
+from natgrad.presets import SOAP, Muon, Shampoo, create
 from natgrad.quadratic.options import AutoDamping
 from natgrad.rules.averages import Average, AverageGradients, AverageUpdates
 from natgrad.rules.decays import Coupled, Decay, Decoupled, FixedNorm, Rescaled
@@ -70,6 +70,7 @@ __all__ = [
     "Rule",
     "Scheduled",
     "Shampoo",
+    "create",
     "groups",
     "hybrid",
     "plan",

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from natgrad.checkpoint.gather import inverse_shapes, parts_kept
+from natgrad.checkpoint.gather import parts_kept
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
 from natgrad.layers.registration import shape_of
+from natgrad.plan.cost import inverse_shapes
 from natgrad.rules.references import has_reference
 
 if TYPE_CHECKING:
