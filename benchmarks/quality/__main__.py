@@ -111,7 +111,7 @@ def train(name: str, contender: str, lr: float, seed: int, steps: int, batch: in
             rescale()
         for optimizer in chosen:
             optimizer.step()
-        if (step + 1) % max(1, steps // 12) == 0 or step + 1 == steps:
+        if (step + 1) % max(5, steps // 12) == 0 or step + 1 == steps:
             curve.append([step + 1, task.value(model, held_out), loss.item()])
             print(f"{name} {contender} lr {lr:g} seed {seed}: {curve[-1]}", flush=True)
     return {

@@ -60,9 +60,9 @@ class References:
         """Note the norms of weights that are not known yet, in the first step all."""
         new = [b for b in blocks if b.name not in self.states and has_reference(b)]
         if new:
-            norms = weight_norms(new, like)
+            zero = stacked(foreach.peaks([b.parameters[0] for b in new]), like) == 0
             usual = like.new_tensor([usual_norm(b) for b in new])
-            starts = torch.where(norms > 0, norms, usual)
+            starts = torch.where(zero, usual, weight_norms(new, like))
             for block, start in zip(new, starts.unbind(), strict=True):
                 self.states[block.name] = Reference(start=start)
 
