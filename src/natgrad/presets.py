@@ -12,12 +12,11 @@ from natgrad.layers.split import groups as usual_groups
 from natgrad.options import NOT_GIVEN, NotGiven, Options
 from natgrad.plan import Strategy
 from natgrad.polar import Polar
-from natgrad.rules.averages import AverageGradients
-from natgrad.rules.decays import Decoupled
 from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.lengths import Free, MuonLength
+from natgrad.rules.motion import AverageGradients, Decoupled
 from natgrad.rules.orthogonal import Orthogonal
 from natgrad.rules.rule import Rule
 from natgrad.spngd import SPNGD
