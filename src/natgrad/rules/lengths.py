@@ -65,8 +65,8 @@ class References:
         if new:
             alone = foreach.norms([b.parameters[0].detach() for b in new])
             usual = like.new_tensor([usual_norm(b) for b in new])
-            norms = weight_norms(new, like)
-            starts = torch.where(stacked(alone, like) > 0, norms, usual)
+            norms, some = weight_norms(new, like), stacked(alone, like) > 0
+            starts = torch.where(some, norms, usual)
             for block, start in zip(new, starts.unbind(), strict=True):
                 self.states[block.name] = Reference(start=start)
 
@@ -148,7 +148,6 @@ def has_reference(block: Block) -> bool:
 
 def usual_norm(block: Block) -> float:
     """Of a weight that begins at zero: as torch has it, rows of 1 / sqrt(3)."""
-    # the rows of a table are read apart
     return 0.0 if block.is_table else math.sqrt(rows_of(block) / 3)
 
 
