@@ -23,13 +23,14 @@ TITLES = {
 UNITS = {"airbench": "images", "language": "sequences of 128", "autoencoder": "images"}
 TEXT = """# Whole trainings
 
-From `python -m benchmarks.quality report`, which reads `quality.jsonl`. The
-[protocol](../quality/PROTOCOL.md) says what is trained, how rates were chosen, and what
+From `python -m benchmarks.quality report`, which reads `quality.jsonl`;
+`benchmarks/quality/PROTOCOL.md` says what is trained, how rates were chosen, and what
 was cut. *Tuned* is the best of the rates that were tried, with the seed that chose it;
 *finals* are other seeds at that rate: mean, range and number. A difference between two
 single seeds is not a result. *Steps* is where the tuned run's own curve, looked at
 about twelve times, first reaches the tuned end of the best contender that is not ours.
-CPU seconds are of a busy machine.
+CPU seconds are of a busy machine. `whole-activations` is `natgrad.Polar(model, lr)`,
+one optimizer for all parameters; the other `whole` are variants of it.
 """
 
 
