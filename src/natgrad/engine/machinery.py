@@ -154,10 +154,15 @@ class Machinery:
         if self._outbox is not None:
             self._outbox.open(due, self.calls)
 
+    def restart(self) -> None:
+        """On all ranks: the passes since the last step do not count."""
+        self._void()
+        self.arm()
+
     def _void(self) -> None:
         """After a step that has failed, on all ranks: what of it was sent is void."""
+        self.capture.take()
         if self._outbox is not None:
-            self.capture.take()
             self._outbox.settle()
 
     def gather(self) -> None:
