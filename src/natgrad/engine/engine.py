@@ -76,8 +76,7 @@ class Engine(Machinery):
                 yield
         except BaseException as error:
             if not isinstance(error, CommError) and self.comm.fail(error):
-                self._void()
-                self.arm()
+                self.restart()
             raise
         self.arm()
 
