@@ -18,24 +18,23 @@ from natgrad.checkpoint.momentum import (
     worked_on,
 )
 from natgrad.checkpoint.optimizer_state import travel_with
-from natgrad.checkpoint.sharded import only_initialises
+from natgrad.engine.agreement import Overflow
 from natgrad.engine.engine import Engine
-from natgrad.engine.overflow import Overflow
 from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Adaptive, Every, Refresh
 from natgrad.layers import Block
-from natgrad.layers.registration import require_inside, require_known
+from natgrad.layers.block import require_known
+from natgrad.layers.registration import require_inside
 from natgrad.math import foreach
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts
 from natgrad.plan import Strategy
 from natgrad.quadratic.rates import Rates, before_first, require_no_rates
 from natgrad.quadratic.tuner import with_value
 from natgrad.requiring import require_number
-from natgrad.rules.averages import Average
-from natgrad.rules.decays import Decay
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.lengths import Free
+from natgrad.rules.motion import Average, Decay
 from natgrad.rules.rule import Rule
 
 
@@ -146,7 +145,8 @@ class SPNGD(Inspectable, Optimizer):
             optimizer=self,
             agrees_on_overflow=True,
         )
-        self._overflow = Overflow(self, self.engine, grad_scaler)
+        own = self.engine.own_gradients
+        self._overflow = Overflow(self, grad_scaler, own=own)
         with self.engine.closing_on_error():
             require_inside(self.engine.model, self.param_groups)
             if asked.is_auto:
@@ -185,7 +185,7 @@ class SPNGD(Inspectable, Optimizer):
         elif callable(closure):
             with torch.enable_grad():
                 value = closure()
-        if only_initialises(self.engine, self.param_groups):
+        if self.engine.only_initialises(self.param_groups):
             mine = {id(p) for p in worked_on(self.engine, mine=True)}
             for p, average in averages_of(self.engine):
                 if id(p) in mine:

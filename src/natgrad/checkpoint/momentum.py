@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from natgrad.checkpoint.optimizer_state import require_form, require_setting
 from natgrad.checkpoint.sharded import KEY
 from natgrad.math.statistics import widen
-from natgrad.rules.averages import MASS, VELOCITY, Average, State
+from natgrad.rules.motion import MASS, VELOCITY, Average, State
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine

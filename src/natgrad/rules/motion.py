@@ -1,0 +1,254 @@
+"""How weights move by their updates: momentum (averages) and weight decay.
+
+Momentum is kept of each parameter by the ranks that update it. A rank keeps the
+*velocity*: the last change of a parameter, or the running average of its gradients.
+Beside an average it keeps its *mass*: the sum of the weights that the gradients have in
+it, which a parameter has its own of, because it may get its first gradient late, and
+because momentum may change.
+"""
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from natgrad.layers import Block
+from natgrad.math import foreach
+from natgrad.math.precondition import rescale_factor
+from natgrad.math.rules import averaged_noise
+from natgrad.math.statistics import widen
+from natgrad.requiring import require_choice
+from natgrad.rules.lengths import References, weight_norms
+
+VELOCITY, MASS = "velocity", "mass"
+
+
+State = MutableMapping[Tensor, dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """What momentum is a running average of.
+
+    Attributes:
+        nesterov: look ahead: use the momentum that the next step will have.
+    """
+
+    keeps_mass: ClassVar[bool] = False
+
+    nesterov: bool = False
+
+    def velocity(self, state: State, p: Tensor) -> Tensor:
+        """That of a parameter, at first zero; in float32 or better."""
+        entry, like = state[p], widen(p)
+        if VELOCITY not in entry:
+            entry[VELOCITY] = torch.zeros_like(like)
+            if self.keeps_mass:
+                entry[MASS] = 0.0
+        entry[VELOCITY] = entry[VELOCITY].to(like)  # the model may have been converted
+        return entry[VELOCITY]
+
+    def directions(
+        self,
+        state: State,
+        params: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        momentum: float,
+    ) -> Sequence[Tensor]:
+        """What the rule is given, from the gradients of parameters."""
+        return gradients
+
+    def noise(self, momentum: float) -> float:
+        """What is left in a direction of gradients that are only noise, as a part."""
+        return 1.0
+
+    def move(
+        self,
+        state: State,
+        params: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        lr: float,
+        momentum: float,
+    ) -> None:
+        """Change the parameters by what the rule and the length gave."""
+        raise NotImplementedError
+
+    def follow(self, state: State, p: Tensor, change: Tensor) -> None:
+        """Learn of a change of a parameter that was no update (a rescaling)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageUpdates(Average):
+    """Momentum after the rule: ``v <- momentum v - lr u``, ``w <- w + v``.
+
+    As SP-NGD (eq. 23) and torch's SGD have it.
+    """
+
+    def move(
+        self,
+        state: State,
+        params: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        lr: float,
+        momentum: float,
+    ) -> None:
+        """eq. 23."""
+        velocity = [self.velocity(state, p) for p in params]
+        foreach.scale_(velocity, momentum)
+        foreach.add_(velocity, updates, -lr)
+        if self.nesterov:
+            foreach.add_(params, velocity, momentum)
+            foreach.add_(params, updates, -lr)
+        else:
+            foreach.add_(params, velocity)
+
+    def follow(self, state: State, p: Tensor, change: Tensor) -> None:
+        """The velocity is the last change of the parameter, whatever made it."""
+        foreach.add_([self.velocity(state, p)], [change])
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageGradients(Average):
+    """Momentum before the rule, as Muon and Adam have it.
+
+    The average has no bias and weights that add up to 1, so that with momentum m a
+    learning rate means 1 - m of what it means for `AverageUpdates`.
+    """
+
+    keeps_mass: ClassVar[bool] = True
+
+    def directions(
+        self,
+        state: State,
+        params: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        momentum: float,
+    ) -> Sequence[Tensor]:
+        """Add gradients to their running averages; returns those, without bias."""
+        m, velocity = momentum, [self.velocity(state, p) for p in params]
+        foreach.scale_(velocity, m)
+        foreach.add_(velocity, gradients, 1 - m)
+        for p in params:
+            state[p][MASS] = m * state[p][MASS] + 1 - m
+        masses = [state[p][MASS] for p in params]
+        if self.nesterov:
+            velocity = foreach.scaled(velocity, m)
+            foreach.add_(velocity, gradients, 1 - m)
+            masses = [m * mass + 1 - m for mass in masses]
+        return foreach.divided(velocity, masses)
+
+    def noise(self, momentum: float) -> float:
+        """That of a long average."""
+        return averaged_noise(momentum, self.nesterov)
+
+    def move(
+        self,
+        state: State,
+        params: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        lr: float,
+        momentum: float,
+    ) -> None:
+        """``w <- w - lr u``."""
+        foreach.add_(params, updates, -lr)
+
+
+Change = tuple[Tensor, Tensor]
+"""A parameter, and by how much it was changed."""
+
+
+class Decay:
+    """How weight decay enters, and what is done to weights after the update."""
+
+    coupled: bool = True
+    """Whether the decay is part of the gradient; else each step shrinks the weight."""
+
+    def decayed(self, block: Block) -> Sequence[Tensor]:
+        """The parameters of a block that a decay which is not coupled shrinks."""
+        return ()
+
+    def rescaled(self, blocks: Sequence[Block], references: References) -> list[Change]:
+        """Change weights after the update; returns which, and by how much."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coupled(Decay):
+    """``weight_decay`` times the weight is added to the gradient, before the rule."""
+
+
+Decayed = Literal["matrices", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoupled(Decay):
+    """A step first takes lr times ``weight_decay`` of the weight away.
+
+    Attributes:
+        of: ``"matrices"`` with a rule of their own: biases, norms and parameters that
+            follow a fallback keep theirs, and so do embeddings, of which rows that are
+            seldom read would fade. ``"all"`` parameters of the group, as AdamW does.
+    """
+
+    coupled = False
+
+    of: Decayed = "matrices"
+
+    def __post_init__(self) -> None:
+        require_choice("of", self.of, get_args(Decayed))
+
+    def decayed(self, block: Block) -> Sequence[Tensor]:
+        """All of them, or the weight of a matrix."""
+        if self.of == "all":
+            return block.parameters
+        is_matrix = block.is_factored and not block.is_table
+        return block.parameters[:1] if is_matrix else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rescaled(Decay):
+    """As `Coupled`, and weights are kept at norm sqrt(2 d_out) (SP-NGD, eq. 24)."""
+
+    def rescaled(self, blocks: Sequence[Block], references: References) -> list[Change]:
+        """Bring the weights of linear and convolution layers to that norm."""
+        blocks = [b for b in blocks if b.kind is not None and b.kind.rescaled]
+        weights: list[Tensor] = [b.parameters[0].detach() for b in blocks]
+        if not weights:
+            return []
+        before = [w.clone() for w in weights]
+        factors = [
+            rescale_factor(norm, b.spec.stack * b.spec.rows)
+            for b, norm in zip(blocks, foreach.norms(weights), strict=True)
+        ]
+        foreach.multiply_(weights, factors)
+        changes = foreach.subtract(weights, before)
+        return list(zip([b.parameters[0] for b in blocks], changes, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedNorm(Decay):
+    """After each step a matrix gets the norm back that it began with (Hyperball).
+
+    So there is no other weight decay. With ``LayerTrust(memory=None)`` and
+    ``Orthogonal(sides="none")`` this is MuonH: ``w - lr |w| U / |U|``, brought back to
+    ``|w|``. A bias that is part of the matrix counts and moves with it.
+    """
+
+    coupled = False
+
+    def rescaled(self, blocks: Sequence[Block], references: References) -> list[Change]:
+        """Multiply weights and biases by ``|w0| / |w|``."""
+        known = [b for b in blocks if b.name in references.states]
+        if not known:
+            return []
+        starts = [references.states[b.name].start for b in known]
+        now = weight_norms(known, starts[0])
+        ratios = torch.where(now > 0, torch.stack(starts) / now, 1.0).unbind()
+        params = [p.detach() for b in known for p in b.parameters]
+        factors = [r for r, b in zip(ratios, known, strict=True) for _ in b.parameters]
+        before = [p.clone() for p in params]
+        foreach.multiply_(params, factors)
+        named = [p for b in known for p in b.parameters]
+        return list(zip(named, foreach.subtract(params, before), strict=True))
