@@ -43,7 +43,7 @@ def images() -> tuple[Tensor, Tensor]:
 
 
 def batches(data: Tensor, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random batches, for ever."""
+    """Random batches, forever."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         for part in torch.randperm(len(data), generator=generator).split(size):

@@ -253,7 +253,7 @@ class Capture:
         stride = min(stride, len(x))
         if stride <= 1:
             return whole
-        # From step and micro-batch alone: alike on all ranks and after a restart.
+        # From step and micro-batch alone: the same on all ranks and after a restart.
         before = len(self._captured.batches)
         start = random.Random(f"{self.armed.step}/{before}").randrange(stride)
         return slice(start, None, stride), len(x) / len(range(start, len(x), stride))

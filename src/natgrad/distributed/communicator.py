@@ -199,8 +199,8 @@ class Communicator:
     def fail(self, error: BaseException) -> bool:
         """Tell the other ranks why this one does not go on.
 
-        Returns True if all ranks have failed alike and may go on together. Else no
-        exchange can begin any more: the others have ended.
+        Returns True if all ranks have failed with the same error and may go on
+        together. Else no exchange can begin any more: the others have ended.
         """
         if self.world == 1 or self._pulse.fail(error):
             return True

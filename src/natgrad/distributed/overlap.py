@@ -7,7 +7,7 @@ communication runs under the rest of the backward. A statistic is complete when 
 layer has run as often as in the last step that estimated it; a gradient, when autograd
 has accumulated it as often as in the last step. If more of a statistic comes after all
 (a second micro-batch), the rest is put on the same flight later: sums may arrive in
-parts. Gradients are sent anew, as they may have been replaced.
+parts. Gradients are sent again, as they may have been replaced.
 """
 
 from collections.abc import Callable, Mapping, Sequence

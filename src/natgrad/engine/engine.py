@@ -128,7 +128,7 @@ class Engine(Machinery):
         gradients: dict[str, Tensor],
         overflow: Tensor | None,
     ) -> Verdict:
-        """What all ranks know alike. See Note [One decision on all ranks]."""
+        """What is equal on all ranks. See Note [One decision on all ranks]."""
         held = {b.name: b.has_gradient for b in self.blocks}
         means = [*gradients.values()] if self.own_gradients else []
         step, alone = self.statistics.step, self.comm.world == 1

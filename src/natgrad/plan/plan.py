@@ -17,6 +17,8 @@ from natgrad.plan.memory import Keeps, memory_of
 from natgrad.plan.spec import FLOAT_BYTES, BlockSpec, StatisticSpec
 from natgrad.plan.split import Split, loads_of, split_exchanges, split_large
 from natgrad.plan.strategies import (
+    FIRST_PLACEMENT,
+    FIRST_STRATEGY,
     Ranks,
     Strategy,
     assign,
@@ -201,8 +203,8 @@ def make_plan(
     model: nn.Module | Sequence[BlockSpec],
     *,
     world: int,
-    strategy: str | Strategy = "factor_wise",
-    placement: str = "longest_first",
+    strategy: str | Strategy = FIRST_STRATEGY,
+    placement: str = FIRST_PLACEMENT,
     norm: str = "unit",
     costs: CostModel | Mapping[str, float] | None = None,
     gradients: str = "own",

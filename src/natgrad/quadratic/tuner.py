@@ -269,7 +269,7 @@ class Tuner:
         return float(comm.agree(total.reshape(1))) / comm.world
 
     def end(self) -> None:
-        """Let go of what the step has kept."""
+        """Discard what the step has kept."""
         self._runs, self._hessians = [], []
         self._start = self._expected = None
 

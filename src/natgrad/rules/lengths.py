@@ -68,7 +68,7 @@ class References:
     def usual(self, names: Sequence[str], sizes: Tensor, memory: float) -> Tensor:
         """Add the norms of this step's gradients; returns the usual ones.
 
-        All gradients count alike until there are more than the memory holds.
+        All gradients count equally until there are more than the memory holds.
         """
         states = [self.states[name] for name in names]
         kept = [min(memory, s.steps / (s.steps + 1)) for s in states]
@@ -273,7 +273,7 @@ class LayerTrust(Length):
             geometrically, unless the learning rate falls to zero soon enough.
         memory: steps shorten where gradients are small beside what they usually are:
             this is the decay of the running mean of their squared norms, in [0, 1). It
-            counts all of them alike until there are more than it holds. None: every
+            counts all of them equally until there are more than it holds. None: every
             step has its whole length.
     """
 

@@ -15,8 +15,13 @@ import numpy as np
 import torch
 import tyro
 
-from natgrad.plan.autotune.profile import Collective, HardwareProfile, Link
-from natgrad.plan.autotune.profile_file import default_path, save_profile
+from natgrad.plan.autotune import (
+    Collective,
+    HardwareProfile,
+    Link,
+    default_path,
+    save_profile,
+)
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate import operations
 from natgrad_lab.simulate.modeltimes import in_own_process

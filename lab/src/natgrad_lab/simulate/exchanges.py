@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from natgrad.plan import HardwareProfile, Plan
-from natgrad.plan.autotune.choice import sgd_exchange
-from natgrad.plan.autotune.predict import agree_seconds, exchange_seconds, is_measured
+from natgrad.plan.autotune import (
+    agree_seconds,
+    exchange_seconds,
+    is_measured,
+    sgd_exchange,
+)
 from natgrad_lab.simulate.events import Task, Timeline
 from natgrad_lab.simulate.policy import Kind
 from natgrad_lab.simulate.roles import Conditions

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from natgrad.plan import BlockSpec, StatisticSpec
-from natgrad.plan.autotune.predict import AGREEMENTS, exchange_seconds
+from natgrad.plan.autotune import AGREEMENTS, exchange_seconds
 from natgrad.plan.split import BACK, OUT
 from natgrad_lab.simulate.events import Task, Timeline
 from natgrad_lab.simulate.exchanges import NETWORK, Exchanges, whole
