@@ -181,7 +181,7 @@ class SPNGD(Inspectable, Optimizer):
         """
         value, tuner = None, self.engine.tuner
         if tuner is not None:
-            value = tuner.evaluate(closure, self.zero_grad)
+            value = self._rates.evaluate(closure)
         elif callable(closure):
             with torch.enable_grad():
                 value = closure()

@@ -159,10 +159,15 @@ class Machinery(ABC):
         """Steps done so far."""
         return self.statistics.step
 
+    def restart(self) -> None:
+        """On all ranks: the passes since the last step do not count."""
+        self._void()
+        self.arm()
+
     def _void(self) -> None:
         """After a step that has failed, on all ranks: what of it was sent is void."""
+        self.capture.take()
         if self._outbox is not None:
-            self.capture.take()
             self._outbox.settle()
 
     def gather(self) -> None:

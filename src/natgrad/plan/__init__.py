@@ -11,7 +11,9 @@ from natgrad.plan.cost import CostModel
 from natgrad.plan.describe import size_text
 from natgrad.plan.exchange import EXCHANGES, Exchange, Item
 from natgrad.plan.memory import Keeps, memory_of, momentum_of
+from natgrad.plan.messages import Message, Wiring, mine
 from natgrad.plan.plan import Plan, make_plan
+from natgrad.plan.sequence import Departure, Leg, departures, flat, reductions
 from natgrad.plan.spec import FLOAT_BYTES, BlockSpec, StatisticSpec
 from natgrad.plan.strategies import (
     PLACEMENTS,
@@ -34,22 +36,30 @@ __all__ = [
     "BlockSpec",
     "Choice",
     "CostModel",
+    "Departure",
     "Exchange",
     "HardwareProfile",
     "Item",
     "Keeps",
+    "Leg",
+    "Message",
     "Plan",
     "StatisticSpec",
     "Strategy",
+    "Wiring",
     "bucket_limit",
     "choose_strategy",
+    "departures",
     "find_strategy",
+    "flat",
     "hybrid",
     "load_profile",
     "make_buckets",
     "make_plan",
     "memory_of",
+    "mine",
     "momentum_of",
+    "reductions",
     "size_text",
 ]
 _LATER = {

@@ -97,6 +97,7 @@ def _calibrate(asked: Calibrate, device: str) -> HardwareProfile:
         eigen=fit_curve(operations.eigen(asked.sizes, short)),
         cholesky=fit_curve(operations.cholesky(asked.sizes, short)),
         ranks_per_node=max([1, *asked.worlds]),
+        way="padded" if str(device).startswith("cuda") else "rooted",
         inside=link,
         between=link,
         crowding=_crowding(found),

@@ -28,6 +28,7 @@ PHASES = (
     "precondition",
     "share_updates",
     "agree",
+    "control",
     "overhead",
     "update",
 )

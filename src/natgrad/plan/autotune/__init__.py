@@ -5,8 +5,10 @@ from natgrad.plan.autotune.predict import (
     AGREEMENTS,
     BUCKET_BYTES,
     agree_seconds,
+    departure_seconds,
     exchange_seconds,
     is_measured,
+    scaled,
 )
 from natgrad.plan.autotune.profile import (
     Collective,
@@ -34,10 +36,12 @@ __all__ = [
     "agree_seconds",
     "choose_strategy",
     "default_path",
+    "departure_seconds",
     "exchange_seconds",
     "is_measured",
     "load_profile",
     "profile_from_dict",
     "save_profile",
+    "scaled",
     "sgd_exchange",
 ]
