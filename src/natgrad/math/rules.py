@@ -15,7 +15,7 @@ from torch import Tensor
 from natgrad.math.parts import on_left, on_right
 
 # A weight counts as if its rows had at least this norm in the root mean square, so that
-# one that begins at zero moves.
+# one that is zero moves.
 LEAST_ROW = 0.1
 # A direction counts as small below this part of what noise alone would leave in it.
 QUIET = 0.5
