@@ -20,20 +20,21 @@ import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from natgrad.capture.sink import INPUTS, Sent
 from natgrad.layers import Block, Observed
 from natgrad.math.packing import flatten, trace
 
 Rows = slice | EllipsisType
 Use = Literal["learned", "asked"]
 """A backward whose gradients are kept, or one that asks for them by name."""
-POSITION_KINDS = ("A",)
+POSITION_KINDS = (INPUTS,)
 """Statistics averaged over positions; all others are averaged over examples."""
 
 
@@ -226,7 +227,8 @@ class Forwards:
 class Call:
     """One forward of one layer that waits for its backward.
 
-    ``rows`` are the examples looked at, ``scale`` how many each stands for.
+    ``rows`` are the examples looked at, ``scale`` how many each stands for, ``sent``
+    the statistic of its inputs if that has left.
     """
 
     block: Block
@@ -238,12 +240,19 @@ class Call:
     scale: float
     observed: Observed
     inputs: Tensor | None = None
+    sent: Sent | None = None
     done: bool = False
     asked: bool = False
 
+    @property
+    def inputs_name(self) -> str:
+        """The name of the statistic of its inputs."""
+        return f"{self.block.name}/{INPUTS}"
+
     def finish(self) -> None:
         """Let tensors go: the graph may outlive the backward (of a loss in a log)."""
-        self.observed, self.inputs, self.done = Observed(), None, True
+        self.observed, self.inputs, self.sent = Observed(), None, None
+        self.done = True
 
 
 @dataclass(kw_only=True)
@@ -288,41 +297,13 @@ class Captured:
             self.sums[name].add_(moment)
         else:
             self.sums[name] = moment
+        self.note(name, positions)
+
+    def note(self, name: str, positions: int) -> None:
+        """Count a part of a statistic's sum."""
         if name.rpartition("/")[2] in POSITION_KINDS:
             self.positions[name] = self.positions.get(name, 0) + positions
         self.calls[name] = self.calls.get(name, 0) + 1
-
-
-class Sink(Protocol):
-    """Where sums go before the step, while the backward still runs."""
-
-    def grown(self, name: str, captured: Captured) -> None:
-        """A statistic's sum has grown; it may be taken out, and sent."""
-        ...
-
-    def abandon(self) -> None:
-        """The captures of this step are dropped, because it was skipped."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Armed:
-    """What the forwards and backwards of the coming step are to give.
-
-    Attributes:
-        step: its number, from which subsampling draws.
-        due: names of the statistics to estimate, in one order on all ranks.
-        bases: the eigenbases, right and left, that an S is to be estimated in, by block
-            name; a block without has none yet.
-        sink: who is told of sums that grow; None if nothing leaves before the step.
-    """
-
-    step: int = 0
-    due: tuple[str, ...] = ()
-    bases: Mapping[str, tuple[Tensor, Tensor]] = field(
-        default_factory=dict[str, tuple[Tensor, Tensor]]
-    )
-    sink: Sink | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

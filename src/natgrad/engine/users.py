@@ -25,7 +25,10 @@ class Inspectable:
 
     def report(self) -> str:
         """A table of every parameter: its block, or why it is left out."""
-        return registration_table(self.engine)
+        engine = self.engine
+        groups = [] if engine.optimizer is None else engine.optimizer.param_groups
+        fallback = engine.options.fallback
+        return registration_table(engine.model, engine.statistics, fallback, groups)
 
     def __str__(self) -> str:
         return self.report()
@@ -62,7 +65,7 @@ class Inspectable:
         names what the last step estimated and inverted. Under `Budget`, ``budget`` has
         what was spent and given up.
         """
-        return refresh_summary(self.engine)
+        return refresh_summary(self.engine.statistics)
 
     def traffic(self) -> dict[str, Any]:
         """Bytes and calls by exchange, in the last step and in total."""
@@ -73,8 +76,8 @@ class Inspectable:
     ) -> None:
         """Look at every block each ``every`` steps: `diagnostics` has the last look.
 
-        Call it on all ranks alike, before training. Averages are then kept that
-        ``decay=0`` would let go. ::
+        Call it on all ranks, before training. Averages are then kept that
+        ``decay=0`` would discard. ::
 
             kfac.watch(every=50, sink=natgrad.sinks.JsonlSink("diagnostics.jsonl"))
 
@@ -95,7 +98,7 @@ class Inspectable:
         return max(float(group["lr"]) for group in optimizer.param_groups)
 
     def diagnostics(self) -> dict[str, Any]:
-        """The last look at every block and statistic, alike on all ranks. See `watch`.
+        """The last look at every block and statistic, equal on all ranks. See `watch`.
 
         ``blocks`` has for each: ``largest``, ``median`` and ``smallest`` eigenvalue,
         ``effective_rank`` and ``condition`` (damped); ``damping``, ``damping_ratio`` to
