@@ -17,9 +17,17 @@ from natgrad import Adaptive, CommOptions, Every, Scheduled
 
 pytestmark = pytest.mark.processes
 
+
+def _growing(epoch: int) -> int:
+    """Of two steps an epoch: all is refreshed in steps 0, 1, 2, 4, 7."""
+    return 1 + epoch
+
+
+STEPS = 8
+"""Enough for two inversions that are followed by steps without (every, scheduled)."""
 REFRESH = {
     "every": Every(statistics=2, inverses=3),
-    "scheduled": Scheduled(steps_per_epoch=2, always_fresh=4),
+    "scheduled": Scheduled(steps_per_epoch=2, rule=_growing, always_fresh=1),
     # the tiny net's inverses move fast: a wide tolerance makes intervals grow
     "adaptive": Adaptive(tolerance=2.0),
 }
@@ -41,7 +49,7 @@ def _cases(world: int) -> dict[str, Case]:
         }
         method = ("spngd", "kfac", "ddp")[(i + i // 3 + world) % 3]
         name = f"{method} {strategy} {style} {refresh}"
-        cases[name] = Case(method=method, options=options)
+        cases[name] = Case(method=method, steps=STEPS, options=options)
     return cases
 
 
