@@ -50,6 +50,7 @@ from natgrad.capture.forwards import (
 from natgrad.capture.hooks import Hooks, Sentinel, accumulates, backward_id
 from natgrad.diagnostics.timer import Meter
 from natgrad.layers import Block, Observed
+from natgrad.math.shards import local
 from natgrad.math.statistics import widen
 from natgrad.requiring import require_count
 
@@ -214,7 +215,7 @@ class Capture:
         forward.passes(block, module, output)
         want = tuple(s.kind for s in block.spec.statistics if s.name in self._due)
         if not want or not block.is_trained or block.bias_has_changed:
-            self._expect_backward(forward, block, output)
+            self._expect_backward(forward, block, module, output)
             return
         assert block.kind is not None
         x = x.detach()
@@ -258,31 +259,36 @@ class Capture:
         start = random.Random(f"{self.armed.step}/{before}").randrange(stride)
         return slice(start, None, stride), len(x) / len(range(start, len(x), stride))
 
-    def _expect_backward(self, forward: Forward, block: Block, output: Tensor) -> None:
+    def _expect_backward(
+        self, forward: Forward, block: Block, module: nn.Module, output: Tensor
+    ) -> None:
         """Count a micro-batch in which, so far, no layer with a due statistic ran."""
         if not self._due or forward.is_expected:
             return
         forward.is_expected = True
 
         def count(token: object, _: Tensor) -> None:
-            if (use := self._use(block, forward)) is not None:
+            if (use := self._use(block, module, forward)) is not None:
                 self._learn(forward, use)
 
         output.register_hook(partial(count, forward.token()))
 
-    def _use(self, block: Block, forward: Forward) -> Use | None:
+    def _use(self, block: Block, module: nn.Module, forward: Forward) -> Use | None:
         """Whether the backward that runs now counts, at this layer."""
-        use = self._counts(block)
+        use = self._counts(block, module)
         # a backward that makes a graph is a part of the loss to come
         forward.is_aside |= use != "learned" and not torch.is_grad_enabled()
         return use
 
-    def _counts(self, block: Block) -> Use | None:
+    def _counts(self, block: Block, module: nn.Module) -> Use | None:
         if self._sampling != self._sampled or torch.is_grad_enabled() or self._ignores:
             return None
         if self._sampling or not block.is_trained:
             return "learned"
-        kept = accumulates(block.parameters[0])
+        assert block.kind is not None
+        # the module's, not the block's: under fully_shard the leaf that gradients
+        # reach is the whole weight, which the module has while the backward runs
+        kept = accumulates(block.kind.weight(module))
         return "asked" if kept is None else "learned" if kept else None
 
     def _learn(self, forward: Forward, use: Use) -> tuple[MicroBatch, Captured]:
@@ -305,9 +311,10 @@ class Capture:
         if self._backward != backward_id():
             self._backward = backward_id()
             self._drop_if_cleared()
+            self._sentinel.expect()
 
     def _after_backward(self, call: Call, g: Tensor) -> None:
-        use = None if call.done else self._use(call.block, call.forward)
+        use = None if call.done else self._use(call.block, call.module, call.forward)
         if use is None or (use == "asked" and call.asked):
             return
         batch, into = self._learn(call.forward, use)
@@ -326,7 +333,7 @@ class Capture:
     def _zeros(self, call: Call) -> dict[str, Tensor]:
         """What an empty batch adds to every sum."""
         has_bases = call.inputs is not None and call.block.name in self.armed.bases
-        like = widen(call.block.parameters[0])
+        like = widen(local(call.block.parameters[0]))
         return {
             s.kind: like.new_zeros(s.stack, *[s.size] * (2 - s.diagonal))
             for s in call.block.spec.statistics

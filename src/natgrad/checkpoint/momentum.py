@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from natgrad.checkpoint.optimizer_state import require_setting
+from natgrad.layers import Block
 from natgrad.math.statistics import widen
 from natgrad.rules.averages import MASS, VELOCITY, Average, State
 
@@ -43,6 +44,38 @@ def gather_momentum(state: State, engine: "Engine") -> None:
         masses = comm.agree(engine.like.new_tensor(held, dtype=torch.float64))
         for p, mass in zip(massive, masses.tolist(), strict=True):
             state[p][MASS] = mass
+
+
+def _is_whole(engine: "Engine", block: Block) -> bool:
+    """Whether a sharded block's momentum is whole on its worker, not cut as it is.
+
+    That of gradients is, as the rule is given it; that of updates is of weights.
+    """
+    matrix = block.kind is not None and not block.is_foreign
+    return engine.sharded and matrix and engine.parts[block.name].average.keeps_mass
+
+
+def keep_whole(state: State, engine: "Engine") -> None:
+    """Begin the momentum of a sharded model that is whole on this rank."""
+    for block in engine.blocks:
+        if _is_whole(engine, block) and _works_on(engine, block):
+            average = engine.parts[block.name].average
+            for p in block.parameters:
+                average.keep_whole(state, p, engine.like.new_empty(p.shape))
+
+
+def kept_here(engine: "Engine") -> list[Tensor]:
+    """Our parameters whose momentum this rank keeps, or a part of it."""
+    blocks = [b for b in engine.blocks if not b.is_foreign]
+    if engine.sharded:
+        cut = [b for b in blocks if not _is_whole(engine, b)]
+        whole = [b for b in blocks if _is_whole(engine, b) and _works_on(engine, b)]
+        return [p for b in cut + whole for p in b.parameters]
+    return worked_on(engine, mine=True)
+
+
+def _works_on(engine: "Engine", block: Block) -> bool:
+    return engine.comm.rank in engine.plan.workers[block.name]
 
 
 def worked_on(engine: "Engine", mine: bool) -> list[Tensor]:

@@ -34,6 +34,8 @@ from natgrad.plan.hosts import nodes_of, rails_of
 
 # Sums come back to a node while the next bucket's go up: each way has its own order.
 DOWN = " down"
+# All-to-alls are made in a step, one after another: they need no lanes of their own.
+SWAP = "swap"
 
 
 class CommError(RuntimeError):
@@ -129,6 +131,9 @@ class Communicator:
         """Every group that any exchange of the plan may use, in one order."""
         keys: set[Key] = {("agree", self._everyone)}
         for name, exchange in self.plan.exchanges.items():
+            if exchange.swaps:
+                keys.add((SWAP, self._everyone))
+                continue
             everything = tuple(item.name for item in exchange.items)
             first, second = self.layout(name, everything, 1)
             keys |= {(_lane(name, b), b.ranks) for b in first + second}
@@ -152,6 +157,15 @@ class Communicator:
         if exchange not in self.plan.exchanges:
             raise ValueError(f"Invalid exchange={exchange!r}. Must be in {EXCHANGES}.")
         return Flight(self, exchange, tuple(names), dtype, torch.device(device))
+
+    def all_to_all(
+        self, exchange: str, got: Tensor, given: Tensor, of: list[int], to: list[int]
+    ) -> Any:
+        """Start one among all ranks: ``of`` each so many elements, ``to`` each."""
+        self._pulse.mark(f"after its last {exchange}")
+        with self.explained(exchange):
+            key = SWAP, self._everyone
+            return self._links.all_to_all(key, got, given, of, to)
 
     def agree(self, vector: Tensor) -> Tensor:
         """The sum of a small vector over all ranks, on all ranks."""

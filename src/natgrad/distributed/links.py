@@ -72,6 +72,13 @@ class Links:
         rank = self.globals[source]
         return dist.broadcast(x, src=rank, group=self._groups[key], async_op=True)
 
+    def all_to_all(
+        self, key: Key, got: Tensor, given: Tensor, of: list[int], to: list[int]
+    ) -> Any:
+        """``of`` each rank so many elements, ``to`` each so many."""
+        group = self._groups[key]
+        return dist.all_to_all_single(got, given, of, to, group, async_op=True)
+
 
 def job_store(ranks: Ranks) -> Any:
     """The job's store, under a prefix that is new for each communicator.

@@ -38,7 +38,7 @@ class Engine(Machinery):
         with self.attempt():
             overflow = update.begin()
             captured, sums = self.reduce_statistics()
-            gradients = self.reduce_gradients()
+            gradients = self.reduce_gradients(update)
             verdict = self.agree(captured, sums, gradients, overflow)
             if not verdict.finite:
                 self.skip_step(overflow=update.skipped(overflow))
@@ -92,8 +92,10 @@ class Engine(Machinery):
         return captured, self._outbox.finish(captured)
 
     @metered("gradients")
-    def reduce_gradients(self) -> dict[str, Tensor]:
+    def reduce_gradients(self, update: Update) -> dict[str, Tensor]:
         """Mean gradients ``(s, m, n)`` of the blocks that this rank works on."""
+        if self.shards is not None:
+            return self.shards.collect(update.local_gradients)
         if self._outbox is None or self._outbox.gradients is None:
             rank, workers = self.comm.rank, self.plan.workers
             mine = [b for b in self.blocks if rank in workers[b.name]]
@@ -193,6 +195,7 @@ class Engine(Machinery):
                 noise=given.noise,
                 growth=partial(growths, self.statistics, given.directions),
                 references=self.references,
+                whole=self._whole,
             )
             mine = length.scaled(mine, sight)
             clip = length.clip(mine, sight)
@@ -205,6 +208,15 @@ class Engine(Machinery):
     def _total(self, x: Tensor) -> Tensor:
         """The sum over all ranks."""
         return x if self.comm.world == 1 else self.comm.agree(x)
+
+    def _whole(self, names: Sequence[str], norms: Tensor) -> Tensor:
+        """Norms of whole tensors. See `Sight.whole`."""
+        cut = [i for i, name in enumerate(names) if self.block[name].is_cut]
+        if self.comm.world == 1 or not cut:
+            return norms
+        parts = norms[:, cut]
+        found = self._total(parts.double().square().flatten()).sqrt().to(norms)
+        return norms.index_copy(1, norms.new_tensor(cut).long(), found.view_as(parts))
 
     def share(
         self, values: dict[str, Tensor], present: frozenset[str]
@@ -232,8 +244,9 @@ class Engine(Machinery):
             warn_silent(self.blocks, set(captured.calls), self.options)
         if self.probe is not None:
             self.probe.finish()
-        if self.comm.rank == 0:
-            self.references.watch(self.step, self.blocks, self.like)
+        if self.comm.rank == 0 or self.shards is not None:
+            rank = self.comm.rank
+            self.references.watch(self.step, self.blocks, self.like, warn=rank == 0)
         self.preconditioner.stacks.forget()
         self.statistics.step += 1
         if self.comm.world > 1:

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from natgrad.layers import Block
+
 
 @dataclass(frozen=True, kw_only=True)
 class Directions:
@@ -40,6 +42,13 @@ class Updates:
     present: frozenset[str]
     waiting: frozenset[str] = frozenset()
 
+    def clipped(self) -> dict[str, Tensor]:
+        """Updates, each times its factor."""
+        return {
+            name: u * self.clips[name] if name in self.clips else u
+            for name, u in self.updates.items()
+        }
+
 
 class Update(Protocol):
     """What `KFAC`, `SPNGD` and `Polar` add to `natgrad.engine.engine.Engine.run`."""
@@ -54,6 +63,13 @@ class Update(Protocol):
 
     def skipped(self, overflow: Tensor | None) -> bool:
         """Learn that the step is skipped; returns whether a scaler has been told."""
+        ...
+
+    def local_gradients(self, block: Block) -> list[Tensor] | None:
+        """Of a sharded model: what this rank has of a block's, as rules are to see it.
+
+        None if there is no gradient.
+        """
         ...
 
     def directions(self, gradients: dict[str, Tensor]) -> Directions:

@@ -1,6 +1,6 @@
 """A block: one layer (or several that share a weight) and its part of the Fisher."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,6 +11,7 @@ from natgrad.layers.matrix import Matrix
 from natgrad.layers.reasons import MHA, why_plain
 from natgrad.layers.table import is_norm, kind_of
 from natgrad.math.parts import diagonal_parts
+from natgrad.math.shards import local
 from natgrad.math.statistics import widen
 from natgrad.plan.spec import BlockSpec
 from natgrad.rules.fallbacks import Plain
@@ -70,6 +71,11 @@ class Block:
         """Whether the block takes part in this step."""
         return self.is_trained and self.parameters[0].grad is not None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank works on its own piece of a sharded parameter."""
+        return self.kind is None and bool(self.spec.cuts)
+
     def require_same(self) -> None:
         """Raise if the layer has other parameters since."""
         if self.kind is None or not self.modules:
@@ -122,7 +128,7 @@ class Block:
     def unfold(self, stack: Tensor) -> list[Tensor]:
         """The inverse of `fold`."""
         if self.kind is None:
-            return [stack.reshape(self.parameters[0].shape)]
+            return [stack.reshape(local(self.parameters[0]).shape)]
         weight, bias = self.kind.unfold(self._module, stack)
         return [weight] if bias is None else [weight, bias]
 
@@ -135,13 +141,26 @@ class Block:
 
     def write_gradient(self, stack: Tensor, scale: Tensor | None = None) -> None:
         """Put ``(s, m, n)``, times ``scale``, into the parameters' ``.grad``."""
-        for p, x in zip(self.parameters, self.unfold(stack), strict=True):
+        self.put_gradients(self.unfold(stack), scale)
+
+    def put_gradients(
+        self, tensors: Sequence[Tensor], scale: Tensor | None = None
+    ) -> None:
+        """Put tensors, times ``scale``, into what this rank has of each ``.grad``."""
+        for p, x in zip(self.parameters, tensors, strict=True):
             if p.grad is None or p.grad.is_sparse:
                 p.grad = torch.empty_like(p)
-            if scale is None or p.grad.dtype != x.dtype:
-                p.grad.copy_(x if scale is None else x * scale)
+            grad = local(p.grad)
+            if scale is None or grad.dtype != x.dtype:
+                grad.copy_(x if scale is None else x * scale)
             else:
-                torch.mul(x, scale, out=p.grad)
+                torch.mul(x, scale, out=grad)
+
+    def local_gradients(self) -> list[Tensor] | None:
+        """What this rank has of the gradients, in float32 or better; None of none."""
+        if not self.has_gradient:
+            return None
+        return [widen(local(_or_zeros(p))) for p in self.parameters]
 
 
 def find_blocks(
@@ -314,7 +333,7 @@ def _matrix(name: str, p: nn.Parameter, options: LayerOptions) -> Block:
 
 
 def _plain(name: str, p: nn.Parameter, reason: str) -> Block:
-    spec = BlockSpec(name=name, stack=1, rows=1, cols=p.numel())
+    spec = BlockSpec(name=name, stack=1, rows=1, cols=p.numel(), elementwise=True)
     return Block(spec=spec, kind=None, parameters=(p,), reason=reason)
 
 

@@ -37,7 +37,7 @@ class Conv(Kronecker):
         return Layout(
             stack=groups,
             rows=weight.shape[0] // groups,
-            cols=weight[0].numel() + bias,
+            cols=math.prod(weight.shape[1:]) + bias,
             right="A",
             left="G",
             unit=math.prod(_setting(module, "kernel_size")),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.layers import Block, LayerOptions, find_blocks
+from natgrad.math.shards import local
 from natgrad.options import Options
 from natgrad.plan.spec import BlockSpec
 from natgrad.rules.fallbacks import Plain, is_fallback
@@ -27,7 +28,6 @@ def register(
     ``groups`` has the parts of the update by the ids of the optimizer's parameters;
     None if it has all, with the same parts.
     """
-    _require_whole(model)
     known = groups or {id(p): options.parts() for p in model.parameters()}
     distinct = list(dict.fromkeys(known.values()))
     layer = [_layer_options(options, parts, i) for i, parts in enumerate(distinct)]
@@ -115,7 +115,7 @@ def _without_layers(model: nn.Module, is_idle: bool) -> None:
 
 def statistics_like(blocks: list[Block]) -> Tensor:
     """An empty tensor of the dtype and device that statistics are kept in."""
-    first = blocks[0].parameters[0]
+    first = local(blocks[0].parameters[0])
     wide = any(p.dtype == torch.float64 for b in blocks for p in b.parameters)
     return first.new_empty(0, dtype=torch.float64 if wide else torch.float32).detach()
 
@@ -173,14 +173,3 @@ def require_inside(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> Non
                     "part of the model, or give it to an optimizer of its own."
                 )
 
-
-def _require_whole(model: nn.Module) -> None:
-    """Raise if FSDP or tensor parallelism has cut a parameter into parts."""
-    for name, p in model.named_parameters():
-        # DTensor is of torch.distributed, which only comm imports
-        if type(p.data).__name__ == "DTensor" or type(p).__name__ == "DTensor":
-            raise TypeError(
-                f"{name} is a DTensor, of which each rank has a part. Must be whole on "
-                "every rank, as under DistributedDataParallel: FSDP and tensor "
-                "parallelism are not supported."
-            )

@@ -72,6 +72,10 @@ def memory_of(plan: Plan, keeps: Keeps) -> list[dict[str, int]]:
     for block in plan.blocks:
         _add(groups, plan.keepers(block.name), "inverses", _inverses(plan, block))
         moment = block.elements if keeps.has_moment(block) else 0
+        if moment and block.elementwise and block.cuts:  # as the parameter is cut
+            for rank, row in enumerate(rows):
+                row["moments"] += FLOAT_BYTES * block.held(rank)
+            continue
         _add(groups, plan.workers[block.name], "moments", moment)
     for ranks, parts in groups.items():
         for rank in ranks:
@@ -89,7 +93,8 @@ def momentum_of(plan: Plan, *, sharded: bool) -> list[int]:
     elements = [0] * plan.world
     for block in plan.blocks:
         for rank in plan.workers[block.name]:
-            elements[rank] += block.elements
+            cut = block.elementwise and block.cuts
+            elements[rank] += block.held(rank) if cut else block.elements
     return [FLOAT_BYTES * count for count in elements]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from natgrad.math import foreach
 from natgrad.math.rules import averaged_noise
+from natgrad.math.shards import local
 from natgrad.math.statistics import widen
 
 VELOCITY, MASS = "velocity", "mass"
@@ -40,8 +41,18 @@ class Average:
             entry[VELOCITY] = torch.zeros_like(like)
             if self.keeps_mass:
                 entry[MASS] = 0.0
-        entry[VELOCITY] = entry[VELOCITY].to(like)  # the model may have been converted
-        return entry[VELOCITY]
+        # the model may have been converted
+        entry[VELOCITY] = entry[VELOCITY].to(like.device, like.dtype)
+        return local(entry[VELOCITY])
+
+    def keep_whole(self, state: State, p: Tensor, like: Tensor) -> None:
+        """Keep the velocity of a parameter that is cut on the rank that works on it.
+
+        ``like`` is a whole tensor of the parameter's shape.
+        """
+        if VELOCITY not in state[p]:
+            state[p] |= {VELOCITY: torch.zeros_like(like, dtype=widen(p).dtype)}
+            state[p] |= {MASS: 0.0} if self.keeps_mass else {}
 
     def directions(
         self,
@@ -91,6 +102,7 @@ class AverageUpdates(Average):
         velocity = [self.velocity(state, p) for p in params]
         foreach.scale_(velocity, momentum)
         foreach.add_(velocity, updates, -lr)
+        params = [local(p) for p in params]
         if self.nesterov:
             foreach.add_(params, velocity, momentum)
             foreach.add_(params, updates, -lr)
@@ -145,4 +157,4 @@ class AverageGradients(Average):
         momentum: float,
     ) -> None:
         """``w <- w - lr u``."""
-        foreach.add_(params, updates, -lr)
+        foreach.add_([local(p) for p in params], updates, -lr)

@@ -10,8 +10,9 @@ from torch import Tensor
 from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.precondition import rescale_factor
+from natgrad.math.shards import local
 from natgrad.requiring import require_choice
-from natgrad.rules.references import References, weight_norms
+from natgrad.rules.references import References
 
 Change = tuple[Tensor, Tensor]
 """A parameter, and by how much it was changed."""
@@ -72,13 +73,14 @@ class Rescaled(Decay):
     def rescaled(self, blocks: Sequence[Block], references: References) -> list[Change]:
         """Bring the weights of linear and convolution layers to that norm."""
         blocks = [b for b in blocks if b.kind is not None and b.kind.rescaled]
-        weights: list[Tensor] = [b.parameters[0].detach() for b in blocks]
+        weights = [local(b.parameters[0]).detach() for b in blocks]
         if not weights:
             return []
         before = [w.clone() for w in weights]
+        norms = references.whole(torch.stack(foreach.norms(weights))).unbind()
         factors = [
             rescale_factor(norm, b.spec.stack * b.spec.rows)
-            for b, norm in zip(blocks, foreach.norms(weights), strict=True)
+            for b, norm in zip(blocks, norms, strict=True)
         ]
         foreach.multiply_(weights, factors)
         changes = foreach.subtract(weights, before)
@@ -102,9 +104,9 @@ class FixedNorm(Decay):
         if not known:
             return []
         starts = [references.states[b.name].start for b in known]
-        now = weight_norms(known, starts[0])
+        now = references.weight_norms(known, starts[0])
         ratios = torch.where(now > 0, torch.stack(starts) / now, 1.0).unbind()
-        params = [p.detach() for b in known for p in b.parameters]
+        params = [local(p).detach() for b in known for p in b.parameters]
         factors = [r for r, b in zip(ratios, known, strict=True) for _ in b.parameters]
         before = [p.clone() for p in params]
         foreach.multiply_(params, factors)

@@ -14,7 +14,7 @@ from natgrad.math import foreach
 from natgrad.math.precondition import kl_scale
 from natgrad.math.rules import fading, moving_part, trust_ratio
 from natgrad.requiring import require_choice, require_number
-from natgrad.rules.references import References, rows_of, stacked, weight_norms
+from natgrad.rules.references import References, rows_of, stacked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,9 @@ class Sight:
         growth: of updates, the logarithm of how much more curvature there is along them
             than the inverses knew, by name; of factors that this rank owns.
         references: what lengths are measured by.
+        whole: of norms ``(k, blocks)`` of what this rank has, those of whole tensors:
+            ranks have pieces of some blocks of a sharded model. Collective, with the
+            names of the blocks.
     """
 
     blocks: Mapping[str, Block]
@@ -46,6 +49,7 @@ class Sight:
     noise: Mapping[str, float]
     growth: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     references: References
+    whole: Callable[[Sequence[str], Tensor], Tensor]
 
 
 class Length:
@@ -143,17 +147,32 @@ class LayerTrust(Length):
             return updates
         chosen = [updates[name] for name in names]
         gradients = [sight.gradients[name] for name in names]
-        sizes = stacked(foreach.norms(chosen), sight.like)
-        peaks = stacked(foreach.peaks(gradients), sight.like)
+        sizes, peaks, strengths, lengths = self._seen(chosen, gradients, names, sight)
         counts = _vector(tuple(rows[n] for n in names), sizes.dtype, sizes.device)
         norms, shares = self._norms(chosen, names, sight)
         ratios = trust_ratio(norms, sizes, counts * shares)
         if self.memory is not None:
-            ratios = ratios * self._fading(gradients, names, sight)
+            ratios = ratios * self._fading(strengths, lengths, names, sight)
         ratios = torch.where(peaks > 0, ratios, 0.0)
         factors = [r.to(u) for r, u in zip(ratios.unbind(), chosen, strict=True)]
         scaled = foreach.multiplied(chosen, factors)
         return updates | dict(zip(names, scaled, strict=True))
+
+    def _seen(
+        self,
+        updates: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        names: Sequence[str],
+        sight: Sight,
+    ) -> Sequence[Tensor]:
+        """Norms of updates, peaks and norms of gradients, norms of directions."""
+        found = [foreach.norms(updates), foreach.peaks(gradients)]
+        if self.memory is not None:
+            directions = [sight.directions[name] for name in names]
+            found += [foreach.norms(gradients), foreach.norms(directions)]
+        rows = torch.stack([stacked(numbers, sight.like) for numbers in found])
+        rows = sight.whole(names, rows).unbind()
+        return (*rows, *rows)[:4]
 
     def _norms(
         self, updates: Sequence[Tensor], names: Sequence[str], sight: Sight
@@ -162,27 +181,26 @@ class LayerTrust(Length):
         blocks, like = [sight.blocks[name] for name in names], sight.like
         shares = [like.new_ones(())] * len(blocks)
         if self.reference == "now":
-            norms = list(weight_norms(blocks, like).unbind())
+            norms = list(sight.references.weight_norms(blocks, like).unbind())
         else:
             norms = [sight.references.states[name].start for name in names]
         for i, (b, update) in enumerate(zip(blocks, updates, strict=True)):
             if b.is_table:
-                weight = b.fold([b.parameters[0].detach()])
+                # the share is the update's alone; of a weight ranks may have pieces
+                now = self.reference == "now"
+                weight = b.fold([b.parameters[0].detach()]) if now else update
                 moving, shares[i] = moving_part(weight, update)
                 # of rows that were not looked at when training began, the usual norm
                 past = norms[i] * shares[i].sqrt()
-                norms[i] = moving if self.reference == "now" else past
+                norms[i] = moving if now else past
         return stacked(norms, like), stacked(shares, like)
 
     def _fading(
-        self, gradients: Sequence[Tensor], names: Sequence[str], sight: Sight
+        self, sizes: Tensor, lengths: Tensor, names: Sequence[str], sight: Sight
     ) -> Tensor:
         assert self.memory is not None
-        sizes = stacked(foreach.norms(gradients), sight.like)
         usual = sight.references.usual(names, sizes, self.memory)
         noise = tuple(sight.noise.get(name, 1.0) for name in names)
-        directions = [sight.directions[name] for name in names]
-        lengths = stacked(foreach.norms(directions), sight.like)
         return fading(lengths, usual, _vector(noise, usual.dtype, usual.device))
 
 

@@ -12,7 +12,7 @@ steps shorten where the direction is small beside it (`natgrad.math.rules.fading
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from natgrad.distributed.communicator import Communicator
 from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.rules import LEAST_ROW
+from natgrad.math.shards import local
 from natgrad.plan import Plan
 
 RUNAWAY = 100.0
@@ -53,13 +54,28 @@ class References:
 
     def __init__(self) -> None:
         self.states: dict[str, Reference] = {}
+        self.total: Callable[[Tensor], Tensor] | None = None
         self._warned = False
+
+    def whole(self, norms: Tensor) -> Tensor:
+        """Norms of whole weights, from those of what each rank has of them.
+
+        ``total`` sums over ranks if weights are cut; all ranks then ask for the same.
+        """
+        if self.total is None:
+            return norms
+        return self.total(norms.double().square()).sqrt().to(norms)
+
+    def weight_norms(self, blocks: Sequence[Block], like: Tensor) -> Tensor:
+        """Of each block's weight and bias together, whoever works on the block."""
+        return self.whole(weight_norms(blocks, like))
 
     def begin(self, blocks: Sequence[Block], like: Tensor) -> None:
         """Note the norms of weights that are not known yet, in the first step all."""
         new = [b for b in blocks if b.name not in self.states and has_reference(b)]
         if new:
-            for block, norm in zip(new, weight_norms(new, like).unbind(), strict=True):
+            norms = self.weight_norms(new, like)
+            for block, norm in zip(new, norms.unbind(), strict=True):
                 self.states[block.name] = Reference(start=norm)
 
     def usual(self, names: Sequence[str], sizes: Tensor, memory: float) -> Tensor:
@@ -88,18 +104,21 @@ class References:
             return {}
         starts = stacked([self.states[b.name].start for b in known], like)
         least = like.new_tensor([LEAST_ROW * rows_of(b) ** 0.5 for b in known])
-        found = weight_norms(known, like) / torch.maximum(starts, least)
+        found = self.weight_norms(known, like) / torch.maximum(starts, least)
         numbers: list[float] = found.tolist()
         ratios = dict(zip([b.name for b in known], numbers, strict=True))
         return {name: x for name, x in ratios.items() if not x <= RUNAWAY}
 
-    def watch(self, step: int, blocks: Sequence[Block], like: Tensor) -> None:
+    def watch(
+        self, step: int, blocks: Sequence[Block], like: Tensor, *, warn: bool
+    ) -> None:
         """Warn once, when a weight runs away; looks every 100 steps."""
         if self._warned or (step + 1) % LOOK_EVERY:
             return
         grown = self.grown(blocks, like)
         if grown:
             self._warned = True
+        if grown and warn:
             worst = max(grown, key=lambda name: grown[name])
             warnings.warn(
                 f"The weight of {worst} has {grown[worst]:.3g} times the norm that it "
@@ -172,12 +191,9 @@ def rows_of(block: Block) -> int:
 
 
 def weight_norms(blocks: Sequence[Block], like: Tensor) -> Tensor:
-    """Of each block's weight and bias together.
-
-    Each rank has the whole weight, whoever works on the block.
-    """
-    weights = foreach.norms([b.parameters[0].detach() for b in blocks])
-    biases = [b.parameters[-1].detach() for b in blocks if len(b.parameters) > 1]
+    """Of what this rank has of each block's weight and bias together."""
+    weights = foreach.norms([local(b.parameters[0]).detach() for b in blocks])
+    biases = [local(b.parameters[-1]).detach() for b in blocks if len(b.parameters) > 1]
     found = iter(foreach.norms(biases) if biases else [])
     zero = like.new_zeros(())
     bias = [next(found) if len(b.parameters) > 1 else zero for b in blocks]
