@@ -5,6 +5,7 @@ its own; `Polar` is one too, with an orthogonalised update.
 """
 
 from natgrad import plan, schedules
+from natgrad.checkpoint.momentum import take_momentum
 from natgrad.diagnostics import sinks
 from natgrad.distributed.options import CommOptions
 from natgrad.factors.budget import Budget
@@ -75,4 +76,5 @@ __all__ = [
     "register_layer",
     "schedules",
     "sinks",
+    "take_momentum",
 ]

@@ -216,7 +216,8 @@ def test_singular_batches_and_dead_layers(case: str, method: str) -> None:
     optimizer: Any = natgrad.SPNGD(model, lr=0.01, damping=1e-3)
     if method == "kfac":
         optimizer.close()
-        optimizer = sgd(model, refresh=natgrad.Every())[0]
+        length = natgrad.KLClip(kappa=1e-3)  # 12 steps must show that it learns
+        optimizer = sgd(model, refresh=natgrad.Every(), length=length)[0]
     frozen = model[2].weight.detach().clone()
     losses = []
     for _ in range(12):
@@ -226,7 +227,7 @@ def test_singular_batches_and_dead_layers(case: str, method: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert all(map(math.isfinite, losses))
-    assert min(losses) < losses[0]  # of a zero input there is hardly anything to learn
+    assert losses[-1] < losses[0]
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     assert torch.equal(frozen, model[2].weight) == (case in ("frozen", "dead ReLU"))
 

@@ -66,7 +66,11 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("optimizer", [SGD, KFAC, SPNGD], ids=lambda o: o.label)
 def test_a_run_writes_what_it_does(optimizer: OptimizerConfig, tmp_path: Path) -> None:
-    trainer = start(tmp_path, config(optimizer=optimizer, tensorboard=True))
+    settings = config(optimizer=optimizer, tensorboard=True)
+    if optimizer is KFAC:  # the paper's clip: 12 steps must show that it learns
+        curvature = replace(settings.curvature, kappa=1e-3)
+        settings = replace(settings, curvature=curvature)
+    trainer = start(tmp_path, settings)
     assert trainer.train() == Ending(reason="done", step=12)
     records = read_metrics(tmp_path / "metrics.jsonl")
     trains = [each for each in records if each["kind"] == "train"]
@@ -77,7 +81,7 @@ def test_a_run_writes_what_it_does(optimizer: OptimizerConfig, tmp_path: Path) -
     assert trains[0]["lr"] < optimizer.lr
     tests = [each for each in records if each["kind"] == "test"]
     assert tests[-1]["step"] == 12
-    assert tests[-1]["accuracy"] > 12
+    assert tests[-1]["accuracy"] > 15
     if optimizer.curved:
         assert trains[0]["damping"] == 0.1
         assert trains[0]["refreshed"] > 0

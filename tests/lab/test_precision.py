@@ -26,6 +26,9 @@ from natgrad_lab.train.records import read_metrics
 METHODS = {
     "kfac": OptimizerConfig(kfac=True, lr=0.1),
     "spngd": OptimizerConfig(name="spngd", lr=0.03),
+    # Rounding to bfloat16 fills singular values that are zero in float32 (of 128 at the
+    # first step, 64 and 117 are left), and the polar factor raises them to 1. At a rate
+    # of 0.05 this costs as much test loss as seeds differ by; at 0.1 seeds differ more.
     "polar": OptimizerConfig(name="polar", lr=0.1),
 }
 
@@ -87,6 +90,9 @@ def test_bfloat16_is_within_the_seeds_range(method: str, tmp_path: Path) -> None
 def test_float16_resumes_with_its_scale(method: str, tmp_path: Path) -> None:
     """A scale that grows every few steps, until it is too large."""
     settings = config(method, steps=8, log_every=1, precision="float16")
+    if method == "kfac":  # the paper's clip: gradients fall with the loss
+        curvature = replace(settings.curvature, kappa=1e-3)
+        settings = replace(settings, curvature=curvature)
 
     def trainer(folder: Path, total: int) -> Trainer:
         made = Trainer(runs.load(folder), World(), show=False)
@@ -103,9 +109,7 @@ def test_float16_resumes_with_its_scale(method: str, tmp_path: Path) -> None:
     trainer(tmp_path / "cut", 3).train()
     cut = trainer(tmp_path / "cut", 8)
     assert cut.train(resume=True).reason == "done"
-    records = read_metrics(tmp_path / "cut" / "metrics.jsonl")
-    scales = [r["loss_scale"] for r in records if r["kind"] == "train"]
-    assert max(scales) > 2**16
+    assert last(tmp_path / "cut", "train", "loss_scale") > 2**16
     for name in ("loss", "loss_scale"):
         assert last(tmp_path / "cut", "train", name) == last(
             tmp_path / "whole", "train", name

@@ -1,20 +1,22 @@
 """Momentum of `SPNGD` and `Polar` between ranks and in saved states."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from natgrad.checkpoint.optimizer_state import require_setting
+from natgrad.checkpoint.optimizer_state import require_form, require_setting
+from natgrad.checkpoint.sharded import KEY
 from natgrad.layers import Block
 from natgrad.math.statistics import widen
 from natgrad.rules.averages import MASS, VELOCITY, Average, State
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
+    from natgrad.spngd import SPNGD
 
 
 def averages_of(engine: "Engine") -> Iterator[tuple[Tensor, Average]]:
@@ -108,6 +110,12 @@ def require_momentum(
                     f"state. Must be a finite tensor of shape {tuple(p.shape)}."
                 )
             mass: Any = entry.get(MASS)
+            if mass is not None and id(p) not in masses:
+                raise ValueError(
+                    f"Invalid mass={mass!r} of parameter {number} in the saved "
+                    "optimizer state. Must be none with AverageUpdates(): it was saved "
+                    "with AverageGradients()."
+                )
             if id(p) in masses and not (missing or _is_share(mass)):
                 raise ValueError(
                     f"Invalid mass={mass!r} of parameter {number} in the saved "
@@ -125,6 +133,91 @@ def restore_velocity(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         if velocity is not None:
             kept = velocity.to(p.device, widen(p).dtype, copy=True)
             optimizer.state[p][VELOCITY] = kept
+
+
+def take_momentum(optimizer: "SPNGD", state: Mapping[str, Any]) -> list[str]:
+    """Begin with the momentum of a saved state, and with nothing else of it. ::
+
+        state = torch.load("polar.pt", weights_only=True)
+        optimizer = natgrad.Muon(model)
+        natgrad.take_momentum(optimizer, state)
+
+    ``load_state_dict`` goes on with factors and second moments, so it refuses a state
+    of other rules. This takes what rules share. Parameters are found by their names,
+    so groups may differ. Groups with their learning rates, factors, second moments and
+    the number of steps stay what they are.
+
+    Momentum is taken where it is an average of the same thing, gradients or updates
+    (`AverageGradients`, `AverageUpdates`), and begins at zero elsewhere. On several
+    ranks the state must be whole: call ``gather()`` on every rank before it is saved.
+
+    Args:
+        optimizer: any natgrad optimizer but `KFAC`, whose momentum is its host's.
+        state: what ``state_dict()`` of one returned, of the same parameters.
+
+    Returns:
+        The names of the parameters that have the saved momentum now.
+    """
+    require_form(state)
+    engine, entries = optimizer.engine, _by_name(state)
+    _require_whole(state, engine.comm.world)
+    own = dict(_named(optimizer.param_groups))
+    if set(own) != set(entries):
+        raise ValueError(
+            "The saved optimizer state is of other parameters: "
+            f"{sorted(set(own) ^ set(entries))[:5]} are in one only. Must be the same."
+        )
+    averages = {id(p): average for p, average in averages_of(engine)}
+    mine = {id(p) for p in worked_on(engine, mine=True)}
+    taken: dict[str, Mapping[str, Any]] = {}
+    for name, p in own.items():
+        entry = entries[name]
+        same = (MASS in entry) == averages[id(p)].keeps_mass
+        if VELOCITY not in entry or not same:
+            continue
+        mass: Any = entry.get(MASS, 1.0)
+        if not (_fits(entry[VELOCITY], p) and _is_share(mass)):
+            raise ValueError(
+                f"Invalid momentum of {name!r} in the saved optimizer state. Must be a "
+                f"finite tensor of shape {tuple(p.shape)} and a mass in [0, 1]."
+            )
+        taken[name] = entry
+    for name, p in own.items():
+        optimizer.state.pop(p, None)
+        if name in taken and id(p) in mine:
+            kept = taken[name][VELOCITY].to(p.device, widen(p).dtype, copy=True)
+            optimizer.state[p] = {**taken[name], VELOCITY: kept}
+    return list(taken)
+
+
+def _named(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Names with what groups have as parameters; places stand for missing names."""
+    place = 0
+    for group in groups:
+        names = group.get("param_names") or [None] * len(group["params"])
+        for name, p in zip(names, group["params"], strict=True):
+            named = p if isinstance(p, str) else name
+            yield (f"parameter {place}" if named is None else str(named)), p
+            place += 1
+
+
+def _by_name(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Velocity and mass, as far as they are saved, by a parameter's name."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, number in _named(state["param_groups"]):
+        entry = state["state"].get(number, {})
+        kept = {key: entry.get(key) for key in (VELOCITY, MASS)}
+        found[name] = {key: x for key, x in kept.items() if x is not None}
+    return found
+
+
+def _require_whole(state: Mapping[str, Any], world: int) -> None:
+    part = state[KEY].get("part") if isinstance(state.get(KEY), Mapping) else None
+    if part is not None and (world > 1 or part[1] > 1):
+        raise ValueError(
+            f"The saved optimizer state is one rank's part, {part!r}. Must be whole: "
+            "call gather() on every rank before it is saved."
+        )
 
 
 def _is_share(x: Any) -> bool:

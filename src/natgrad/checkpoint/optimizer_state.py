@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.checkpoint.sharded import KEY, collect, spread, torch_asks
+from natgrad.rules.parts import NAMES
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
@@ -67,7 +68,8 @@ def travel_with(
             )
         engine.load_state_dict(state[KEY] if KEY in state else collect(engine, filed))
         own = {name: part for name, part in state.items() if name != KEY}
-        return {**own, "state": _without(state["state"])}
+        groups = _with_own_parts(optimizer, state["param_groups"])
+        return {**own, "param_groups": groups, "state": _without(state["state"])}
 
     _PASSENGERS[optimizer] = ref(engine)
     return [
@@ -104,9 +106,23 @@ def _without(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     return {number: entry for number, entry in own.items() if entry}
 
 
+def _with_own_parts(
+    optimizer: Optimizer, saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Saved groups with the rules, lengths and so on that the optimizer works by.
+
+    The engine has them from construction; what a group says of them is only a record.
+    """
+    return [
+        {key: x for key, x in theirs.items() if key not in NAMES}
+        | {key: x for key, x in ours.items() if key in NAMES}
+        for theirs, ours in zip(saved, optimizer.param_groups, strict=True)
+    ]
+
+
 def _require_groups(optimizer: Optimizer, state: Any) -> None:
     """What torch checks too, if at all, but only after the passenger was loaded."""
-    _require_form(state)
+    require_form(state)
     saved = [len(group["params"]) for group in state["param_groups"]]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if saved != own:
@@ -119,7 +135,7 @@ def _require_groups(optimizer: Optimizer, state: Any) -> None:
             require_setting(group, "lr", math.inf)
 
 
-def _require_form(state: Any) -> None:
+def require_form(state: Any) -> None:
     """Raise unless it looks like what any torch optimizer saves."""
     if not _has_form(state):
         found = type(state).__name__

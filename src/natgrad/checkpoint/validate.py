@@ -56,9 +56,10 @@ def _require_rules(saved: Any, engine: "Machinery") -> None:
         known = _dict(f"rules[{block.name!r}]", rules.get(block.name, {}))
         if known and repr(known) != repr(block.rule.spec()):  # it may hold anything
             raise ValueError(
-                f"The saved natgrad state of {block.name} is of the rule "
-                f"{known}. Must be {block.rule.spec()}, the rule that this "
-                "optimizer has for it."
+                f"The saved natgrad state of {block.name} is of another rule than this "
+                f"optimizer has for it:\n  saved: {known}\n  here:  "
+                f"{block.rule.spec()}\nMust be the same. natgrad.take_momentum("
+                "optimizer, state) takes the momentum alone."
             )
 
 
