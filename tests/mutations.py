@@ -26,7 +26,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "_item(s.name, s.packed, everyone, (0,))",
     ),
     "a dropped bias": (
-        "layers/linear.py",
+        "layers/matrices.py",
         "input_moment(rows, bias=bias, size=size)",
         "input_moment(rows, bias=False, size=size)",
     ),
@@ -46,7 +46,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
         "bound = math.sqrt(kl_clip) / max(1.0,",
     ),
     "Nesterov without its look-ahead": (
-        "rules/averages.py",
+        "rules/motion.py",
         "velocity = foreach.scaled(velocity, m)",
         "velocity = foreach.scaled(velocity, 1.0)",
     ),

@@ -18,13 +18,22 @@ from natgrad.plan import hybrid
 from natgrad.polar import Polar
 from natgrad.presets import SOAP, Muon, Shampoo
 from natgrad.quadratic.options import AutoDamping
-from natgrad.rules.averages import Average, AverageGradients, AverageUpdates
-from natgrad.rules.decays import Coupled, Decay, Decoupled, FixedNorm, Rescaled
 from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.ekfac import EKFAC
 from natgrad.rules.fallbacks import Adam, Plain
 from natgrad.rules.kronecker import Kronecker
-from natgrad.rules.lengths import Free, KLClip, LayerTrust, Length, MuonLength
+from natgrad.rules.lengths import Free, KLClip, LayerTrust, Length
+from natgrad.rules.motion import (
+    Average,
+    AverageGradients,
+    AverageUpdates,
+    Coupled,
+    Decay,
+    Decoupled,
+    FixedNorm,
+    Rescaled,
+)
+from natgrad.rules.muon_length import MuonLength
 from natgrad.rules.orthogonal import Orthogonal
 from natgrad.rules.rule import Matrices, Rule
 from natgrad.spngd import SPNGD

@@ -12,13 +12,12 @@ from natgrad import options as o
 from natgrad.capture.hooks import as_written
 from natgrad.capture.unwrap import unwrap
 from natgrad.checkpoint.optimizer_state import require_free, travel_with
-from natgrad.checkpoint.sharded import only_initialises
 from natgrad.engine.engine import Engine
 from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Refresh
 from natgrad.layers import Block
-from natgrad.layers.registration import require_known
+from natgrad.layers.block import require_known
 from natgrad.layers.split import Named, parameters_of
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy
@@ -156,7 +155,7 @@ class KFAC(Inspectable):
         the optimizer skips the step, and the statistics stay as they were.
         """
         groups = self.optimizer.param_groups if self.optimizer else [{"lr": 1.0}]
-        if only_initialises(self.engine, groups):
+        if self.engine.only_initialises(groups):
             return
         self.engine.run(self)
 

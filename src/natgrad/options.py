@@ -25,11 +25,10 @@ from natgrad.quadratic.options import (
     require_rate,
 )
 from natgrad.requiring import require_choice, require_count, require_number
-from natgrad.rules.averages import Average, AverageUpdates
-from natgrad.rules.decays import Coupled, Decay
 from natgrad.rules.fallbacks import Plain, is_fallback
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.lengths import KLClip, LayerTrust, Length
+from natgrad.rules.motion import Average, AverageUpdates, Coupled, Decay
 from natgrad.rules.parts import NAMES, Damping, Parts, plain
 from natgrad.rules.rule import Rule
 
@@ -106,8 +105,9 @@ class Options:
             statistics and follow the fallback.
         subsample: estimate from every k-th example, starting at a random one; 1 uses
             all. None: of each forward from as many as each layer needs
-            (`natgrad.plan.spec.enough_examples`), on all ranks together. Unbiased, but
-            for what a number of examples that k does not divide leaves over.
+            (`natgrad.math.statistics.enough_examples`), on all ranks together.
+            Unbiased, but for what a number of examples that k does not divide leaves
+            over.
         largest_factor: rows that a factor may have, >= 1; a larger one is cut into as
             few and equal diagonal blocks as need be: of an input statistic whole
             channels, of a linear layer neighbouring inputs. None: no factor is cut, as

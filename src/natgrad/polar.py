@@ -4,10 +4,9 @@ from typing import ClassVar
 
 from natgrad.factors.refresh import Every, Paced
 from natgrad.options import Options
-from natgrad.rules.averages import AverageGradients
-from natgrad.rules.decays import Decoupled
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.lengths import LayerTrust
+from natgrad.rules.motion import AverageGradients, Decoupled
 from natgrad.rules.orthogonal import Orthogonal
 from natgrad.spngd import SPNGD
 

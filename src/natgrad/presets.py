@@ -7,12 +7,12 @@ from torch import nn
 from natgrad.factors.refresh import Every
 from natgrad.layers.split import groups
 from natgrad.options import Options
-from natgrad.rules.averages import AverageGradients
-from natgrad.rules.decays import Decoupled
 from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.kronecker import Kronecker
-from natgrad.rules.lengths import Free, MuonLength
+from natgrad.rules.lengths import Free
+from natgrad.rules.motion import AverageGradients, Decoupled
+from natgrad.rules.muon_length import MuonLength
 from natgrad.rules.orthogonal import Orthogonal
 from natgrad.spngd import SPNGD
 

@@ -20,14 +20,14 @@ from natgrad.checkpoint.momentum import (
     worked_on,
 )
 from natgrad.checkpoint.optimizer_state import travel_with
-from natgrad.checkpoint.sharded import only_initialises
+from natgrad.engine.agreement import Overflow
 from natgrad.engine.engine import Engine
-from natgrad.engine.overflow import Overflow
 from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Adaptive, Every, Refresh
 from natgrad.layers import Block
-from natgrad.layers.registration import require_inside, require_known
+from natgrad.layers.block import require_known
+from natgrad.layers.registration import require_inside
 from natgrad.math import foreach
 from natgrad.math.shards import local
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts
@@ -35,10 +35,9 @@ from natgrad.plan import Strategy
 from natgrad.quadratic.rates import Rates, before_first, require_no_rates
 from natgrad.quadratic.tuner import with_value
 from natgrad.requiring import require_number
-from natgrad.rules.averages import Average
-from natgrad.rules.decays import Decay
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.lengths import Free
+from natgrad.rules.motion import Average, Decay
 from natgrad.rules.rule import Rule
 
 
@@ -149,7 +148,8 @@ class SPNGD(Inspectable, Optimizer):
             optimizer=self,
             agrees_on_overflow=True,
         )
-        self._overflow = Overflow(self, self.engine, grad_scaler)
+        own = self.engine.own_gradients
+        self._overflow = Overflow(self, grad_scaler, own=own)
         with self.engine.closing_on_error():
             require_inside(self.engine.model, self.param_groups)
             if asked.is_auto:
@@ -188,7 +188,7 @@ class SPNGD(Inspectable, Optimizer):
         elif callable(closure):
             with torch.enable_grad():
                 value = closure()
-        if only_initialises(self.engine, self.param_groups):
+        if self.engine.only_initialises(self.param_groups):
             keep_whole(self.state, self.engine)
             kept = {id(p) for p in kept_here(self.engine)}
             for p, average in averages_of(self.engine):
@@ -249,10 +249,10 @@ class SPNGD(Inspectable, Optimizer):
         if engine.tuner is not None:
             return self._write_tuned(updates, found.present)
         mine = [engine.block[name] for name in updates]
-        before = self._before(mine)
+        before = engine.weights_before(mine)
         with engine.meter("update"):
             self._move(self._unfolded(updates))
-        self._share_weights(mine, updates, found.present, before)
+        engine.share_weights(mine, updates, found.present, before)
         # what a gather brought grows stale where this rank does not work
         for p in worked_on(engine, mine=False) if engine.comm.world > 1 else ():
             self.state.pop(p, None)
@@ -356,48 +356,6 @@ class SPNGD(Inspectable, Optimizer):
             if pairs:
                 params, tensors = [p for p, _ in pairs], [x for _, x in pairs]
                 yield group, averages[id(group)], params, tensors
-
-    def _before(self, mine: list[Block]) -> dict[int, Tensor] | None:
-        """The weights that this rank will change, if only changes are to be shared."""
-        comm, dtype = self.engine.comm, self.engine.like.dtype
-        wire = comm.options.wire_dtype
-        if comm.world == 1 or wire("share_updates", dtype) == dtype:
-            return None
-        ours = [b for b in mine if not b.is_foreign]
-        return {id(p): p.clone() for b in ours for p in b.parameters}
-
-    def _share_weights(
-        self,
-        mine: list[Block],
-        updates: dict[str, Tensor],
-        present: frozenset[str],
-        before: dict[int, Tensor] | None,
-    ) -> None:
-        """Stage 5: every rank gets the weights that another rank has updated.
-
-        In half precision their changes instead, which all ranks add, rounded alike: a
-        rounded weight would swallow the changes that are smaller than its last bit.
-        Of parameters that another optimizer has, the mean gradient.
-        """
-        engine = self.engine
-        if engine.comm.world == 1:
-            return
-        shared = dict(updates)
-        for b in mine:
-            if not b.is_foreign:
-                shared[b.name] = b.fold(list(b.parameters))
-            if not b.is_foreign and before is not None:
-                old = b.fold([before[id(p)] for p in b.parameters])
-                shared[b.name] = shared[b.name] - old
-        foreign = {n: u for n, u in updates.items() if engine.block[n].is_foreign}
-        for name, stack in (foreign | engine.share(shared, present)).items():
-            block = engine.block[name]
-            if block.is_foreign:
-                if engine.own_gradients:
-                    block.write_gradient(stack)
-                continue
-            for p, x in zip(block.parameters, block.unfold(stack), strict=True):
-                p.copy_(x if before is None else before.get(id(p), p) + x)
 
     def gather(self) -> None:
         """Collective: put all statistics and momentum on every rank.

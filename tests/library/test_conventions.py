@@ -16,8 +16,7 @@ import pytest
 
 import natgrad
 from natgrad.options import NOT_GIVEN
-from natgrad.rules.averages import Average
-from natgrad.rules.decays import Decay
+from natgrad.rules.motion import Average, Decay
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "src" / "natgrad"

@@ -14,7 +14,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from natgrad.layers.kind import Observed
+from natgrad.layers.block import Observed
 from natgrad.layers.norm import SyncBatchNorm
 
 GLOBAL_BATCH = 12

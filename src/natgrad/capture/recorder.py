@@ -51,7 +51,7 @@ from natgrad.capture.hooks import Hooks, Sentinel, accumulates, backward_id
 from natgrad.diagnostics.timer import Meter
 from natgrad.layers import Block, Observed
 from natgrad.math.shards import local
-from natgrad.math.statistics import widen
+from natgrad.math.statistics import enough_stride, widen
 from natgrad.requiring import require_count
 
 
@@ -250,7 +250,7 @@ class Capture:
         if not vectors:
             return whole
         everyone = len(x) * self._world
-        stride = self._subsample or block.spec.enough_stride(everyone, vectors)
+        stride = self._subsample or enough_stride(block.spec.largest, everyone, vectors)
         stride = min(stride, len(x))
         if stride <= 1:
             return whole

@@ -1,4 +1,4 @@
-"""Every statistic on every rank: for a checkpoint, or before owners change."""
+"""All that is kept on every rank: for a checkpoint, or before owners change."""
 
 import hashlib
 import json
@@ -11,9 +11,12 @@ from torch import Tensor
 
 from natgrad.distributed.communicator import Communicator
 from natgrad.factors.state import StatisticState
+from natgrad.layers import Block
 from natgrad.math.inverse import Inverse
 from natgrad.plan import Plan
 from natgrad.plan.spec import StatisticSpec
+from natgrad.rules.lengths import References
+from natgrad.rules.moments import Moment, Moments, moment_shape
 
 Share = Callable[[Tensor | None, int], Tensor]
 
@@ -48,6 +51,49 @@ def gather(
             share(s.history[i] if i < len(s.history) else None, s.spec.packed)
             for i in range(history)
         ]
+
+
+def gather_moments(
+    moments: Moments, blocks: list[Block], plan: Plan, comm: Communicator, like: Tensor
+) -> None:
+    """Put every block's second moment on every rank. Collective."""
+    if comm.world == 1:
+        return
+    states = moments.states
+    first = {b.name: plan.workers[b.name][0] for b in blocks}
+    held = [
+        states[b.name].steps if b.name in states and first[b.name] == comm.rank else 0
+        for b in blocks
+    ]
+    known: list[float] = comm.agree(like.new_tensor(held)).tolist()
+    for block, steps in zip(blocks, map(round, known), strict=True):
+        if not steps:
+            continue
+        state = states.get(block.name)
+        empty = like.new_empty(moment_shape(block))
+        square = empty if state is None else state.square.contiguous()
+        square = comm.broadcast(square, first[block.name])
+        states[block.name] = Moment(square=square, steps=steps)
+
+
+def gather_references(
+    references: References, plan: Plan, comm: Communicator, like: Tensor
+) -> None:
+    """Put the usual sizes of all layers' gradients on every rank. Collective."""
+    states = references.states
+    if comm.world == 1 or not states:
+        return
+    mine = [plan.workers[name][0] == comm.rank for name in states]
+    held = [
+        [0.0 if s.usual is None else float(s.usual), float(s.steps)]
+        if here
+        else [0.0, 0.0]
+        for s, here in zip(states.values(), mine, strict=True)
+    ]
+    known = comm.agree(like.new_tensor(held, dtype=torch.float64).flatten())
+    usual, steps = known[::2].to(like), known[1::2].tolist()
+    for s, x, count in zip(states.values(), usual.unbind(), steps, strict=True):
+        s.usual, s.steps = (x if count else None), round(count)
 
 
 def part_of(plan: Plan, comm: Communicator) -> list[Any]:
@@ -88,6 +134,16 @@ def release(states: list[StatisticState], plan: Plan, rank: int) -> None:
             s.average, s.history = None, []
         if "inverse" not in kept:
             s.inverse = None
+
+
+def release_workers(
+    moments: Moments, references: References, plan: Plan, rank: int
+) -> None:
+    """Forget what a gather brought of blocks that this rank does not work on."""
+    moments.forget([n for n in moments.states if rank not in plan.workers[n]])
+    for name, s in references.states.items():
+        if rank not in plan.workers[name]:
+            s.usual, s.steps = None, 0
 
 
 def _held(

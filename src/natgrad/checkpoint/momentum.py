@@ -12,7 +12,7 @@ from natgrad.checkpoint.optimizer_state import require_form, require_setting
 from natgrad.checkpoint.sharded import KEY
 from natgrad.layers import Block
 from natgrad.math.statistics import widen
-from natgrad.rules.averages import MASS, VELOCITY, Average, State
+from natgrad.rules.motion import MASS, VELOCITY, Average, State
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine

@@ -22,8 +22,7 @@ from natgrad.checkpoint.gather import inverse_shapes, parts_kept
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
-from natgrad.layers.registration import shape_of
-from natgrad.rules.references import has_reference
+from natgrad.rules.lengths import has_reference
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
@@ -50,21 +49,6 @@ def torch_asks() -> bool:
             return False
         frame = frame.f_back
     return False
-
-
-def only_initialises(engine: "Engine", groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a step is torch's way of making an optimizer fill its state.
-
-    That is zero gradients at a zero learning rate, without a forward or backward, on
-    any rank at any time: natgrad has nothing to do, and must not wait for others.
-    """
-    if any(float(group["lr"]) != 0.0 for group in groups):
-        return False
-    current = engine.capture.current
-    if current.calls or current.batches:
-        return False
-    grads = [p.grad for b in engine.blocks for p in b.parameters if p.requires_grad]
-    return all(g is not None and not g.any() for g in grads)
 
 
 def spread(engine: "Engine") -> dict[int, dict[str, Any]]:
@@ -125,7 +109,7 @@ def _file(engine: "Engine", name: str) -> dict[str, Any]:
 def _file_moment(engine: "Engine", block: Block) -> dict[str, Any]:
     """A block's second moment, on the ranks that keep it, if its rule has one."""
     works = engine.comm.rank in engine.plan.workers[block.name]
-    shape = block.rule.moment_shape(shape_of(block))
+    shape = block.rule.moment_shape(block.shape)
     if shape is None or not (works or engine.gathered):
         return {}
     state = engine.moments.states.get(block.name)

@@ -75,7 +75,12 @@ def as_parameter(x: Tensor, p: Any) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        x,
+        p.device_mesh,
+        p.placements,
+        run_check=False,
+        shape=p.shape,
+        stride=p.stride(),
     )
 
 

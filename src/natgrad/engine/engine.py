@@ -1,15 +1,18 @@
 """The protocol of a step: `Engine.run` is its order, for every optimizer."""
 
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from natgrad.capture.forwards import Captured, Sums, packed
+from natgrad.capture.forwards import Armed, Captured, Sums, packed
 from natgrad.capture.sampling import differentiate, sampled_loss
+from natgrad.capture.unwrap import inside_ddp
+from natgrad.checkpoint.state_dict import convert
 from natgrad.diagnostics.timer import metered
 from natgrad.distributed.communicator import (
     CommError,
@@ -17,12 +20,9 @@ from natgrad.distributed.communicator import (
 from natgrad.engine.agreement import Verdict, gradient_norm, reach_verdict
 from natgrad.engine.machinery import Machinery
 from natgrad.engine.step import Directions, Update, Updates
-from natgrad.factors.averages import Refreshed
-from natgrad.factors.growth import growths
-from natgrad.layers.registration import (
-    shape_of,
-    warn_silent,
-)
+from natgrad.factors.averages import Refreshed, growths
+from natgrad.layers.block import Block, statistics_like
+from natgrad.layers.registration import warn_silent
 from natgrad.rules.lengths import Length, Sight
 
 
@@ -63,7 +63,8 @@ class Engine(Machinery):
 
         Unless ranks have lost each other: no step can begin any more.
         """
-        self.require_open()
+        if self.closed:
+            raise RuntimeError("This optimizer was closed: make a new one to go on.")
         # not rounded as a forward's products may be
         exact = torch.autocast(self.like.device.type, enabled=False)
         try:
@@ -78,6 +79,21 @@ class Engine(Machinery):
                 self.arm()
             raise
         self.arm()
+
+    def arm(self) -> None:
+        """Tell capture what the coming step estimates, in which bases, and sends."""
+        due = self.statistics.to_capture()
+        bases = self.preconditioner.bases_for_capture()
+        self.capture.arm(
+            Armed(
+                step=self.statistics.step,
+                due=tuple(due),
+                bases=bases,
+                sink=self._outbox,
+            )
+        )
+        if self._outbox is not None:
+            self._outbox.open(due, self.calls)
 
     @metered("reduce")
     def reduce_statistics(self) -> tuple[Captured, Sums]:
@@ -103,7 +119,7 @@ class Engine(Machinery):
             return {name: g for name, g in local.items() if g is not None}
         means = self._outbox.gradients.finish()
         return {
-            name: flat.div_(self.comm.world).reshape(shape_of(self.block[name]))
+            name: flat.div_(self.comm.world).reshape(self.block[name].shape)
             for name, flat in means.items()
         }
 
@@ -117,19 +133,19 @@ class Engine(Machinery):
         """What all ranks know alike. See Note [One decision on all ranks]."""
         held = {b.name: b.has_gradient for b in self.blocks}
         means = [*gradients.values()] if self.own_gradients else []
-        alone = self.comm.world == 1
+        step, alone = self.statistics.step, self.comm.world == 1
         verdict = reach_verdict(
             self.comm,
             norm=gradient_norm(self.blocks, means, self.like, overflow),
             blocks=held,
             traces=sums.traces,
             captured=captured,
-            digests=() if alone else self._replicas.digests(self.step, self.comm),
+            digests=() if alone else self._replicas.digests(step, self.comm),
             facts=self.statistics.facts(),
         )
         if not alone:
             ddp = not self.own_gradients
-            self._replicas.require(self.step, verdict, held if ddp else None, self.comm)
+            self._replicas.require(step, verdict, held if ddp else None, self.comm)
         return verdict
 
     @metered("refresh")
@@ -234,19 +250,60 @@ class Engine(Machinery):
         for name in (n for n in names if n in values):
             flight.put(name, values[name].flatten())
         return {
-            name: flat.reshape(shape_of(self.block[name]))
+            name: flat.reshape(self.block[name].shape)
             for name, flat in flight.finish().items()
         }
 
+    def weights_before(self, mine: list[Block]) -> dict[int, Tensor] | None:
+        """The weights that this rank will change, if only changes are to be shared."""
+        comm, dtype = self.comm, self.like.dtype
+        wire = comm.options.wire_dtype
+        if comm.world == 1 or wire("share_updates", dtype) == dtype:
+            return None
+        ours = [b for b in mine if not b.is_foreign]
+        return {id(p): p.clone() for b in ours for p in b.parameters}
+
+    def share_weights(
+        self,
+        mine: list[Block],
+        updates: dict[str, Tensor],
+        present: frozenset[str],
+        before: dict[int, Tensor] | None,
+    ) -> None:
+        """Stage 5: every rank gets the weights that another rank has updated.
+
+        In half precision their changes instead, which all ranks add, rounded alike: a
+        rounded weight would swallow the changes that are smaller than its last bit.
+        Of parameters that another optimizer has, the mean gradient.
+        """
+        if self.comm.world == 1:
+            return
+        shared = dict(updates)
+        for b in mine:
+            if not b.is_foreign:
+                shared[b.name] = b.fold(list(b.parameters))
+            if not b.is_foreign and before is not None:
+                old = b.fold([before[id(p)] for p in b.parameters])
+                shared[b.name] = shared[b.name] - old
+        foreign = {n: u for n, u in updates.items() if self.block[n].is_foreign}
+        for name, stack in (foreign | self.share(shared, present)).items():
+            block = self.block[name]
+            if block.is_foreign:
+                if self.own_gradients:
+                    block.write_gradient(stack)
+                continue
+            for p, x in zip(block.parameters, block.unfold(stack), strict=True):
+                p.copy_(x if before is None else before.get(id(p), p) + x)
+
     def end(self, captured: Captured) -> None:
         """Count the step."""
-        if self.step == 0:
+        if self.statistics.step == 0:
             warn_silent(self.blocks, set(captured.calls), self.options)
         if self.probe is not None:
             self.probe.finish()
         if self.comm.rank == 0 or self.shards is not None:
-            rank = self.comm.rank
-            self.references.watch(self.step, self.blocks, self.like, warn=rank == 0)
+            step, loud = self.statistics.step, self.comm.rank == 0
+            self.references.watch(step, self.blocks, self.like, warn=loud)
         self.preconditioner.stacks.forget()
         self.statistics.step += 1
         if self.comm.world > 1:
@@ -262,12 +319,42 @@ class Engine(Machinery):
         self.statistics.last = Refreshed()
         if self.comm.rank == 0 and not overflow:
             warnings.warn(
-                f"Step {self.step} is skipped: a gradient is not finite "
+                f"Step {self.statistics.step} is skipped: a gradient is not finite "
                 f"({self.skipped_steps} skipped so far).",
                 stacklevel=4,
             )
         for p in (p for b in self.blocks if not b.is_foreign for p in b.parameters):
             p.grad = None
+
+    def only_initialises(self, groups: Iterable[Mapping[str, Any]]) -> bool:
+        """Whether a step is torch's way of making an optimizer fill its state.
+
+        That is zero gradients at a zero learning rate, without a forward or backward,
+        on any rank at any time: there is nothing to do, and nobody to wait for.
+        """
+        if any(float(group["lr"]) != 0.0 for group in groups):
+            return False
+        if self.capture.current.calls or self.capture.current.batches:
+            return False
+        grads = [p.grad for b in self.blocks for p in b.parameters if p.requires_grad]
+        return all(g is not None and not g.any() for g in grads)
+
+    def before_forward(self) -> None:
+        """Follow the model; leave gradients to DDP if it was wrapped since."""
+        self.follow_model()
+        wrapped = self._may_be_wrapped and inside_ddp(self.model)
+        self._may_be_wrapped = False
+        if wrapped:
+            self.own_gradients = False
+            self._follow(self._planning.plan_for_ddp())
+
+    def follow_model(self) -> None:
+        """Go on with the dtype and device that the parameters have now."""
+        like, old = statistics_like(self.blocks), self.like
+        same = (like.dtype, like.device) == (old.dtype, old.device)
+        if not self.closed and not same:
+            convert(self, like)
+            self._reopen()
 
     def sampled_backward(
         self, outputs: Tensor, likelihood: str, targets: Tensor | None

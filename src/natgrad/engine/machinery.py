@@ -1,5 +1,6 @@
 """Everything that a step runs on: blocks, plan, hooks, statistics, communication."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -8,12 +9,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from natgrad.capture.forwards import Armed
 from natgrad.capture.hooks import require_unwatched
 from natgrad.capture.recorder import Capture
-from natgrad.capture.unwrap import inside_ddp, unwrap
-from natgrad.checkpoint.gather import gather, part_of, release, warn_partial
-from natgrad.checkpoint.state_dict import convert, load, save
+from natgrad.capture.unwrap import unwrap
+from natgrad.checkpoint.gather import (
+    gather,
+    gather_moments,
+    gather_references,
+    part_of,
+    release,
+    release_workers,
+    warn_partial,
+)
+from natgrad.checkpoint.state_dict import load, save
 from natgrad.checkpoint.validate import require_state
 from natgrad.diagnostics.probe import Probe
 from natgrad.diagnostics.timer import Meter
@@ -28,20 +36,16 @@ from natgrad.engine.planning import Planning
 from natgrad.engine.replicas import Replicas
 from natgrad.engine.shards import Shards, refuse_sharded
 from natgrad.factors.statistics import Statistics
-from natgrad.layers.registration import (
-    Groups,
-    parts_for,
-    register,
-    statistics_like,
-)
+from natgrad.layers.block import statistics_like
+from natgrad.layers.registration import Groups, parts_for, register
 from natgrad.options import Options
 from natgrad.plan import Plan
 from natgrad.quadratic.tuner import Tuner
+from natgrad.rules.lengths import References
 from natgrad.rules.preconditioner import Preconditioner
-from natgrad.rules.references import References
 
 
-class Machinery:
+class Machinery(ABC):
     """Blocks, plan, hooks, statistics and communication for one model.
 
     ``groups`` has the parts of the update by the ids of the parameters to train, if
@@ -126,7 +130,7 @@ class Machinery:
             world=self.comm.world,
             grad_scaler=grad_scaler,
             meter=self.meter,
-            before_forward=self._before_forward,
+            before_forward=self.before_forward,
         )
         self._may_be_wrapped = follows_ddp and self.own_gradients
         self.calls: dict[str, int] = {}
@@ -148,20 +152,18 @@ class Machinery:
             self._outbox = Outbox(self.comm, self.like, blocks, early=early)
         self.arm()
 
+    @abstractmethod
+    def arm(self) -> None:
+        """Tell capture what the coming step estimates, in which bases, and sends."""
+
+    @abstractmethod
+    def before_forward(self) -> None:
+        """Follow a model that was converted or wrapped since the last forward."""
+
     @property
     def step(self) -> int:
         """Steps done so far."""
         return self.statistics.step
-
-    def arm(self) -> None:
-        """Tell capture what the coming step estimates, in which bases, and sends."""
-        due = self.statistics.to_capture()
-        bases = self.preconditioner.bases_for_capture()
-        self.capture.arm(
-            Armed(step=self.step, due=tuple(due), bases=bases, sink=self._outbox)
-        )
-        if self._outbox is not None:
-            self._outbox.open(due, self.calls)
 
     def _void(self) -> None:
         """After a step that has failed, on all ranks: what of it was sent is void."""
@@ -174,14 +176,14 @@ class Machinery:
         states, is_eigen = self.statistics.states, self.statistics.is_eigen
         eigen = frozenset(name for name, s in states.items() if is_eigen(s))
         gather([*states.values()], self.plan, self.comm, self.like, eigen=eigen)
-        self.moments.gather(self.blocks, self.plan, self.comm, self.like)
-        self.references.gather(self.plan, self.comm, self.like)
+        plan, comm, like = self.plan, self.comm, self.like
+        gather_moments(self.moments, self.blocks, plan, comm, like)
+        gather_references(self.references, plan, comm, like)
         self.gathered = True
 
     def _release(self) -> None:
         release([*self.statistics.states.values()], self.plan, self.comm.rank)
-        self.moments.release(self.plan, self.comm.rank)
-        self.references.release(self.plan, self.comm.rank)
+        release_workers(self.moments, self.references, self.plan, self.comm.rank)
         self.gathered = False
 
     def _replan(self) -> None:
@@ -207,23 +209,6 @@ class Machinery:
         if not self._planning.measures:
             self.statistics.seconds = None
         self._reopen()
-
-    def _before_forward(self) -> None:
-        """Follow the model; leave gradients to DDP if it was wrapped since."""
-        self.follow_model()
-        wrapped = self._may_be_wrapped and inside_ddp(self.model)
-        self._may_be_wrapped = False
-        if wrapped:
-            self.own_gradients = False
-            self._follow(self._planning.plan_for_ddp())
-
-    def follow_model(self) -> None:
-        """Go on with the dtype and device that the parameters have now."""
-        like, old = statistics_like(self.blocks), self.like
-        same = (like.dtype, like.device) == (old.dtype, old.device)
-        if not self.closed and not same:
-            convert(self, like)
-            self._reopen()
 
     def state_dict(self, *, warn: bool = True) -> dict[str, Any]:
         """Statistics, inverses and timing, as tensors and numbers.
@@ -270,8 +255,3 @@ class Machinery:
         except BaseException:
             self.close()
             raise
-
-    def require_open(self) -> None:
-        """Raise if `close` was called."""
-        if self.closed:
-            raise RuntimeError("This optimizer was closed: make a new one to go on.")

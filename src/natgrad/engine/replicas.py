@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from natgrad.distributed.communicator import Communicator
 from natgrad.distributed.compare import differences
 from natgrad.engine.agreement import Verdict
+from natgrad.factors.averages import damping_at
 from natgrad.factors.refresh import Timing
 from natgrad.options import Options
 from natgrad.rules.parts import Parts
@@ -147,7 +148,7 @@ class Replicas:
         for i, parts in enumerate(self._updates):
             of = f" of update {i}" if len(self._updates) > 1 else ""
             refresh = parts.refresh
-            found[f"damping{of}"] = parts.damping_at(step)
+            found[f"damping{of}"] = damping_at(parts.damping, step)
             found[f"next statistics{of}"] = refresh.after_statistic(step, Timing())
             found[f"next inverses{of}"] = refresh.after_inverse(step, Timing())
         for i, group in enumerate(self._groups):

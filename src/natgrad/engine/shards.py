@@ -70,7 +70,9 @@ class Shards:
         names = [n for n, (block, _, _) in self._at.items() if block in present]
         got = self._swap("share_updates", put, names)
         for name in names:
-            if self._here(name) and name not in got:  # the worker's own, or a copy of it
+            if (
+                self._here(name) and name not in got
+            ):  # the worker's own, or a copy of it
                 got[name] = self._rounded(put(name))
         found: dict[str, Local] = {b.name: _zeros(b) for b in blocks}
         for name in filter(self._here, names):

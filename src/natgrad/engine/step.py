@@ -22,7 +22,7 @@ class Directions:
 
     directions: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    noise: Mapping[str, float] = field(default_factory=lambda: dict[str, float]())
+    noise: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,19 @@
-"""Running averages of the statistics of all blocks."""
+"""Running averages of the statistics of all blocks.
+
+Note [What a stale inverse cannot know]
+``u = (F + damping I)^-1 g`` is long where F has little curvature. If F is of some steps
+ago, the updates since then went just there, and the curvature there has grown: a clip
+that takes F for today's believes steps to be short that are thousands of times too
+long. Statistics are estimated more often than they are inverted, so owners can tell: a
+factor's growth is ``tr(U X U^T)`` of today's average X over that of the X in the
+inverse, both damped. That of a layer is the product of its factors' growths, and
+exact where only one of them has changed.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,23 +21,28 @@ from torch import Tensor
 from natgrad.capture.forwards import POSITION_KINDS
 from natgrad.diagnostics.timer import Meter
 from natgrad.distributed.communicator import Communicator
-from natgrad.engine.agreement import Verdict
 from natgrad.factors.pace import built_in_cost
 from natgrad.factors.refresh import Refresh
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
 from natgrad.math import foreach
+from natgrad.math.growth import along, along_eigen, log_growth, longest, rows_at
 from natgrad.math.inverse import (
     pi_split,
     split_damping,
 )
 from natgrad.math.packing import flatten, trace, unflatten
+from natgrad.math.rules import between
 from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.statistics import own_moment
 from natgrad.options import Options
 from natgrad.plan import Plan
-from natgrad.rules.parts import Parts
+from natgrad.requiring import require_number
+from natgrad.rules.parts import Damping, Parts
 from natgrad.rules.rule import Rule
+
+if TYPE_CHECKING:
+    from natgrad.engine.agreement import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +103,7 @@ class Averages:
     def damping_of(self, block: Block) -> float:
         """Lambda of a block at this step."""
         ratio = self.options.norm_damping_ratio if block.is_norm else 1.0
-        return ratio * self._parts[block.name].damping_at(self.step)
+        return ratio * damping_at(self._parts[block.name].damping, self.step)
 
     def factor_damping(self, s: StatisticState) -> float:
         """What is added to one factor, in the chosen damping style.
@@ -108,7 +124,7 @@ class Averages:
         pi = pi_split(right.mean_eigenvalue, left.mean_eigenvalue)
         return split_damping(damping, pi)[s is left]
 
-    def _scale(self, s: StatisticState, verdict: Verdict) -> float:
+    def _scale(self, s: StatisticState, verdict: "Verdict") -> float:
         """From a sum to a mean. See Note [Scaling] in `capture`.
 
         The losses of k micro-batches that were divided by k scale G by 1 / k^2. Those
@@ -135,7 +151,7 @@ class Averages:
         return self._parts[s.spec.block].refresh
 
     def form(self, s: StatisticState) -> str:
-        """What is kept of it; see `natgrad.factors.prepared`."""
+        """What is kept of it; see `natgrad.factors.statistics`."""
         if s.spec.kind == "S":
             return "moment"
         return self._rule(s).form if s.spec.is_factor else "inverse"
@@ -145,7 +161,7 @@ class Averages:
         return self.form(s) == "eigen"
 
     def _estimate(
-        self, due: list[StatisticState], sums: dict[str, Tensor], verdict: Verdict
+        self, due: list[StatisticState], sums: dict[str, Tensor], verdict: "Verdict"
     ) -> list[StatisticState]:
         """Fold the estimates into the averages (Pauloski et al., eq. 16-17)."""
         usable: list[StatisticState] = []
@@ -245,3 +261,72 @@ def _norm(flat: Tensor, s: StatisticState) -> Tensor:
     if s.spec.diagonal:
         return torch.linalg.vector_norm(flat)
     return packed_norm(flat, s.spec.stack, s.spec.size)
+
+
+def damping_at(damping: Damping, step: int) -> float:
+    """Lambda at a step, checked when it comes from a schedule."""
+    if not callable(damping):
+        return float(damping)
+    value = float(damping(step))
+    require_number(f"damping({step})", value, "a finite number >= 0", low=0.0)
+    return value
+
+
+def growths(
+    statistics: Averages,
+    directions: Mapping[str, Tensor],
+    updates: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Logarithms by block name, of the stale factors that this rank owns.
+
+    The owner of a factor is one of the ranks that work on its block.
+    """
+    found: dict[str, Tensor] = {}
+    for name, update in updates.items():
+        block = statistics.block[name]
+        if not (block.is_factored and block.rule.natural):
+            continue
+        specs = [s for s in block.spec.statistics if s.is_factor]
+        states = [statistics.states[s.name] for s in specs]
+        if any(s.inverse is None for s in states):
+            continue  # the update is the gradient
+        for s in states:
+            if _is_stale(s) and statistics.owns(s):
+                grown = _growth(statistics, s, directions[name], update)
+                found[name] = found[name] + grown if name in found else grown
+    return found
+
+
+def _is_stale(s: StatisticState) -> bool:
+    """Whether its average has changed since it was inverted."""
+    is_newer = s.timing.refreshed_at > s.timing.inverted_at
+    return is_newer and s.average is not None
+
+
+def _growth(
+    statistics: Averages, s: StatisticState, direction: Tensor, update: Tensor
+) -> Tensor:
+    is_left = s.spec.side == "left"
+    turned = update.mT if is_left else update
+    index = longest(turned)
+    rows = rows_at(turned, index)
+    damped = statistics.factor_damping(s) * rows.square().sum()
+    now = along(rows, statistics.dense(s)) + damped
+    assert s.inverse is not None
+    if statistics.is_eigen(s):
+        return log_growth(now, along_eigen(rows, *s.inverse) + damped)
+    # U (X + damping I) is what the other side's inverse makes of the gradient
+    half = _one_sided(statistics, s, direction)
+    then = (rows_at(half.mT if is_left else half, index) * rows).sum()
+    return log_growth(now, then)
+
+
+def _one_sided(statistics: Averages, s: StatisticState, direction: Tensor) -> Tensor:
+    """The direction, scaled by the factor of the other side alone."""
+    for spec in statistics.block[s.spec.block].spec.statistics:
+        inverse = statistics.states[spec.name].inverse
+        if spec.is_factor and spec.name != s.spec.name and inverse is not None:
+            is_left = spec.side == "left"
+            right, left = (None, inverse[0]) if is_left else (inverse[0], None)
+            return between(direction, right, left)
+    return direction

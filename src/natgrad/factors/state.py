@@ -1,6 +1,11 @@
-"""What is kept of each statistic between steps, and how it is saved."""
+"""What is kept of each statistic between steps, and how it is saved and sent."""
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,10 +13,15 @@ import torch
 from torch import Tensor
 
 from natgrad.factors.refresh import Timing
-from natgrad.math.inverse import Inverse
+from natgrad.math.inverse import (
+    Inverse,
+)
+from natgrad.math.packing import flatten, unflatten
 from natgrad.plan.spec import StatisticSpec
 
 VERSION = 3
+
+
 WRITERS = {
     1: "natgrad 0.1.0 from before the update rules",
     2: "natgrad 0.1.0 from before rules were parts (scale=, damping_style=)",
@@ -168,3 +178,27 @@ def _require_match(
                 f"{entry['stack']}). Must be {spec.size} (stack {spec.stack}): the "
                 "model or the option largest_factor= differs."
             )
+
+
+def pack(inverse: Inverse, form: str) -> Tensor:
+    """A prepared factor as one vector: symmetric and triangular ones half as long."""
+    if form == "eigen":
+        return torch.cat([x.flatten() for x in inverse])
+    return flatten(inverse[0])
+
+
+def unpack(flat: Tensor, spec: StatisticSpec, form: str) -> Inverse:
+    """The inverse of `pack`."""
+    if form != "eigen":
+        return (unflattened(flat, spec, form),)
+    stack, size = spec.stack, spec.size
+    vectors, values = flat.split([flat.numel() - stack * size, stack * size])
+    if not spec.diagonal:
+        vectors = vectors.reshape(stack, size, size)
+    return vectors, values.reshape(stack, size)
+
+
+def unflattened(flat: Tensor, spec: StatisticSpec, form: str) -> Tensor:
+    """A dense inverse or root; of the root only the upper triangle was packed."""
+    dense = unflatten(flat, spec.stack, spec.size, spec.diagonal)
+    return dense.triu_() if form == "root" and dense.dim() == 3 else dense

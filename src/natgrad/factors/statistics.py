@@ -1,29 +1,121 @@
-"""The statistics of all blocks: averaged, inverted, shared and applied when due."""
+"""The statistics of all blocks: averaged, inverted and shared when due.
+
+A prepared factor is a tuple of tensors: ``(X^-1,)`` (form ``"inverse"``), ``(W,)`` with
+``W W^T = X^-1`` upper triangular (``"root"``), ``(X^-power,)`` (``"power"``), or the
+eigenvectors and eigenvalues ``(Q, v)`` (``"eigen"``); of damped X, but for ``"eigen"``.
+``"moment"`` is the statistic itself.
+"""
 
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from natgrad.engine.agreement import Verdict
-from natgrad.factors.averages import Averages, Refreshed
+from natgrad.factors.averages import Averages, Refreshed, damping_at
 from natgrad.factors.pace import first_refresh, paces
-from natgrad.factors.prepared import Found, Wanted, pack, prepare, unflattened, unpack
 from natgrad.factors.refresh import Timing
-from natgrad.factors.state import StatisticState
+from natgrad.factors.state import StatisticState, pack, unflattened, unpack
 from natgrad.math.inverse import (
     Inverse,
     InverseError,
     damped_from_eigen,
+    damped_inverses,
+    damped_powers,
+    damped_roots,
+    eigendecompositions,
 )
 from natgrad.math.packing import flatten
+from natgrad.math.parts import with_padding, without_padding
 from natgrad.math.staleness import is_similar
 
+if TYPE_CHECKING:
+    from natgrad.engine.agreement import Verdict
+
 MAX_FAILURES = 3
+
+
+Found = Inverse | InverseError
+
+
 Findings = dict[str, Found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A factor to prepare.
+
+    Attributes:
+        matrix: ``(s, n, n)``, or ``(s, n)`` when diagonal.
+        form: as in the module.
+        damping: what is added to it; not for ``"eigen"``.
+        power: of the form ``"power"``.
+        earlier: an eigendecomposition to bring up to date, instead of a new one.
+        parts, padding: see Note [Parts of a large factor].
+    """
+
+    matrix: Tensor
+    form: str
+    damping: float = 0.0
+    power: float = 1.0
+    earlier: Inverse | None = None
+    parts: int = 1
+    padding: int = 0
+
+    def pieces(self) -> "list[Wanted]":
+        """Without padding, which no solver sees: the last part may be smaller."""
+        matrices = without_padding(self.matrix, self.parts, self.padding)
+        earlier: list[Inverse | None] = [None] * len(matrices)
+        if self.earlier is not None:
+            cut = [without_padding(x, self.parts, self.padding) for x in self.earlier]
+            earlier = list(zip(*cut, strict=True))
+        return [
+            replace(self, matrix=x, earlier=old, parts=1, padding=0)
+            for x, old in zip(matrices, earlier, strict=True)
+        ]
+
+
+def prepare(wanted: Sequence[Wanted]) -> list[Found]:
+    """Each in its form, or why there is none; all of one form together."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, w in enumerate(wanted):
+        groups.setdefault((w.form, w.power), []).append(i)
+    results: dict[int, Found] = {}
+    for members in groups.values():
+        pieces = {i: wanted[i].pieces() for i in members}
+        found = iter(_prepare_alike([p for each in pieces.values() for p in each]))
+        for i, each in pieces.items():
+            results[i] = _joined([next(found) for _ in each], wanted[i].parts)
+    return [results[i] for i in range(len(wanted))]
+
+
+def _joined(found: Sequence[Found], parts: int) -> Found:
+    whole: list[Inverse] = []
+    for each in found:
+        if isinstance(each, InverseError):
+            return each
+        whole.append(each)
+    return tuple(with_padding(x, parts) for x in zip(*whole, strict=True))
+
+
+def _prepare_alike(wanted: Sequence[Wanted]) -> list[Found]:
+    matrices, form = [w.matrix for w in wanted], wanted[0].form
+    if form == "moment":
+        return [(x.clone(),) for x in matrices]
+    if form == "eigen":
+        return eigendecompositions(matrices, [w.earlier for w in wanted])
+    ways: dict[str, Callable[..., list[Tensor | InverseError]]] = {
+        "inverse": damped_inverses,
+        "root": damped_roots,
+        "power": partial(damped_powers, power=wanted[0].power),
+    }
+    found = ways[form](matrices, [w.damping for w in wanted])
+    return [x if isinstance(x, InverseError) else (x,) for x in found]
 
 
 class Statistics(Averages):
@@ -32,7 +124,7 @@ class Statistics(Averages):
     def refresh(
         self,
         sums: dict[str, Tensor],
-        verdict: Verdict,
+        verdict: "Verdict",
         gradients: Mapping[str, Tensor],
     ) -> None:
         """Averages and inverses of what is due (SP-NGD, Algorithm 1).
@@ -70,11 +162,11 @@ class Statistics(Averages):
     def _require_schedules(self) -> None:
         """Raise on a schedule's illegal value before anything has changed."""
         for parts in self._distinct:
-            parts.damping_at(self.step)
+            damping_at(parts.damping, self.step)
             parts.refresh.after_statistic(self.step, Timing())
             parts.refresh.after_inverse(self.step, Timing())
 
-    def _set_pace(self, verdict: Verdict) -> None:
+    def _set_pace(self, verdict: "Verdict") -> None:
         """When all are due: how often each may be inverted, if its policy asks."""
         shares = {
             name: share

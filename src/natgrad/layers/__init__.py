@@ -1,7 +1,9 @@
 """Layers as blocks: the table of kinds, and how a model is cut into blocks."""
 
-from natgrad.layers.block import Block, find_blocks
-from natgrad.layers.kind import Kronecker, LayerKind, LayerOptions, Layout, Observed
+from natgrad.layers.block import Block, LayerKind, Layout, Observed
+from natgrad.layers.find import find_blocks
+from natgrad.layers.matrices import Kronecker
+from natgrad.layers.options import LayerOptions
 from natgrad.layers.table import register_layer
 
 __all__ = [

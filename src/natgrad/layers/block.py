@@ -1,24 +1,219 @@
-"""A block: one layer (or several that share a weight) and its part of the Fisher."""
+"""A block: one layer (or several that share a weight), and what its kind must say."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers.kind import LayerKind, LayerOptions, trainable
-from natgrad.layers.matrix import Matrix
-from natgrad.layers.reasons import MHA, why_plain
-from natgrad.layers.table import is_norm, kind_of
-from natgrad.math.parts import diagonal_parts
+from natgrad.layers.options import OWN, SIDES, LayerOptions
+from natgrad.math.parts import cut, diagonal_parts
 from natgrad.math.shards import local
 from natgrad.math.statistics import widen
-from natgrad.plan.spec import BlockSpec
+from natgrad.plan.spec import BlockSpec, StatisticSpec
 from natgrad.rules.fallbacks import Plain
 from natgrad.rules.rule import Rule
 
-_NO_MODULE = nn.Identity()
-FOREIGN = "not the optimizer's"
+NO_MODULE = nn.Identity()
+"""Of a matrix that no layer uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A block's gradient ``(stack, rows, cols)`` and which statistics act on it.
+
+    ``unit`` columns stay together where a large factor is cut: a channel's kernel.
+    """
+
+    stack: int
+    rows: int
+    cols: int
+    right: str
+    left: str = ""
+    right_diagonal: bool = False
+    unit: int = 1
+
+    def statistics(
+        self, block: str, options: LayerOptions | None = None
+    ) -> tuple[StatisticSpec, ...]:
+        """The specs of the chosen statistics: right, left, and S if ``corrected``."""
+        options = options or LayerOptions()
+        specs = self._all(block, options.largest_factor)
+        if not self.left:
+            return specs
+        specs = tuple(s for s in specs if s.side in SIDES[options.sides])
+        if options.source == "gradients":
+            return tuple(
+                replace(s, kind=OWN[s.side], name=f"{block}/{OWN[s.side]}")
+                for s in specs
+            )
+        if not options.corrected:
+            return specs
+        scale = StatisticSpec(
+            name=f"{block}/S",
+            block=block,
+            kind="S",
+            side="both",
+            stack=self.stack,
+            size=self.rows * self.cols,
+            diagonal=True,
+        )
+        return (*specs, scale)
+
+    def part_size(self, side: str, largest: int | None) -> int:
+        """Rows of each part of the factor on one side: all, if it is not cut."""
+        return self._cut(side, largest)[1]
+
+    def _cut(self, side: str, largest: int | None) -> tuple[int, int]:
+        if side == "left":
+            return cut(self.rows, largest)
+        return cut(self.cols, None if self.right_diagonal else largest, self.unit)
+
+    def _all(self, block: str, largest: int | None) -> tuple[StatisticSpec, ...]:
+        sides = [("right", self.right, self.cols)]
+        if self.left:
+            sides.append(("left", self.left, self.rows))
+        specs: list[StatisticSpec] = []
+        for side, kind, rows in sides:
+            parts, size = self._cut(side, largest)
+            spec = StatisticSpec(
+                name=f"{block}/{kind}",
+                block=block,
+                kind=kind,
+                side=side,
+                stack=self.stack * parts,
+                size=size,
+                diagonal=side == "right" and self.right_diagonal,
+                parts=parts,
+                padding=parts * size - rows,
+            )
+            specs.append(spec)
+        return tuple(specs)
+
+
+@dataclass(kw_only=True)
+class Observed:
+    """What a forward yields: moments known already, and what backward still needs.
+
+    Attributes:
+        moments: sums by statistic kind.
+        positions: how many terms the sum of ``"A"`` has.
+        kept: tensors for `LayerKind.gradient_moments`. Only what autograd keeps for
+            this layer anyway may go here, so that no activation lives longer.
+    """
+
+    moments: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    positions: int = 0
+    kept: tuple[Tensor, ...] = ()
+
+    def stand_for(self, scale: float) -> None:
+        """Each example that was looked at counts for so many; their sum is whole."""
+        if scale != 1.0:
+            for moment in self.moments.values():
+                moment.mul_(scale)
+            self.positions = round(scale * self.positions)
+
+
+class LayerKind(ABC):
+    """One kind of layer. Moments are sums; scaling by counts is done elsewhere."""
+
+    name: str
+    rescaled: bool = False
+    """Whether SP-NGD's weight rescaling (eq. 24) applies."""
+    is_norm: bool = False
+    """Whether the norm damping ratio applies."""
+    weight_name: str = "weight"
+    bias_name: str = "bias"
+    """What the module calls them; `register_layer` may say otherwise."""
+    channel_dim: int = -1
+    """The dim of a batched output that has the features."""
+
+    def __init__(self, options: LayerOptions) -> None:
+        self.options = options
+
+    def weight(self, module: nn.Module) -> nn.Parameter:
+        """The module's weight; of `torch.func.functional_call`, what stands for it."""
+        return getattr(module, self.weight_name)
+
+    def bias(self, module: nn.Module) -> nn.Parameter | None:
+        """The bias in the module's matrix; None without one, or if it is frozen."""
+        return trainable(module, self.bias_name) if self.options.bias else None
+
+    def refuse(self, module: nn.Module) -> str:
+        """Why this module can have no block; empty if it can."""
+        return ""
+
+    def examples(self, module: nn.Module, y: Tensor) -> int:
+        """The size of the batch, by the layer's output; 0 if it has no dim for it."""
+        return len(y) if y.dim() > 1 else 0
+
+    @abstractmethod
+    def layout(self, module: nn.Module) -> Layout:
+        """The shape of the module's block."""
+
+    def vectors(self, module: nn.Module, y: Tensor) -> int:
+        """How many vectors each example gives to the factors, by the layer's output y.
+
+        With it, part of the examples (of the first dim) may be looked at; 0: always all
+        of them.
+        """
+        return 0
+
+    @abstractmethod
+    def observe(
+        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
+    ) -> Observed:
+        """From a layer's input x and output y, the moments that need no gradient."""
+
+    @abstractmethod
+    def gradient_moments(
+        self,
+        module: nn.Module,
+        g: Tensor,
+        kept: tuple[Tensor, ...],
+        want: Collection[str],
+    ) -> dict[str, Tensor]:
+        """From the gradient at the output, the other wanted moments.
+
+        ``g`` is the gradient of the loss as it is: the caller scales the result.
+        """
+
+    def scale_moment(
+        self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
+    ) -> Tensor:
+        """The moment S of ``scale="corrected"`` ``(s, m * n)``.
+
+        The sum over examples of the squares of each one's gradient, from the layer's
+        input x and the gradient g at its output, in the bases ``right`` and ``left``
+        (empty: the identity).
+        """
+        raise NotImplementedError(
+            f"Layers of kind {self.name!r} cannot have scale='corrected': their kind "
+            "has no scale_moment."
+        )
+
+    def part_size(self, module: nn.Module, side: str) -> int:
+        """Rows of each part of the factor on one side: all, if it is not cut.
+
+        A kind may return a moment of whole matrices ``(s, n, n)`` or, where that would
+        be too much work, of their parts: see Note [Parts of a large factor].
+        """
+        return self.layout(module).part_size(side, self.options.largest_factor)
+
+    @abstractmethod
+    def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Tensors shaped like weight and bias as one stack ``(s, m, n)``."""
+
+    @abstractmethod
+    def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The inverse of `fold`: views or copies shaped like weight and bias."""
+
+
+def trainable(module: nn.Module, name: str) -> nn.Parameter | None:
+    """A trainable parameter, or None if it is absent or frozen."""
+    found = dict(module.named_parameters(recurse=False)).get(name)
+    return found if found is not None and found.requires_grad else None
 
 
 @dataclass(kw_only=True)
@@ -41,7 +236,7 @@ class Block:
 
     spec: BlockSpec
     kind: LayerKind | None
-    modules: list[nn.Module] = field(default_factory=lambda: [])
+    modules: list[nn.Module] = field(default_factory=list[nn.Module])
     parameters: tuple[nn.Parameter, ...]
     reason: str = ""
     note: str = ""
@@ -57,9 +252,14 @@ class Block:
         return self.spec.name
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(s, m, n)`` of its gradient."""
+        return self.spec.stack, self.spec.rows, self.spec.cols
+
+    @property
     def is_norm(self) -> bool:
         """Whether the norm damping ratio applies."""
-        return is_norm(self.kind)
+        return self.kind is not None and self.kind.is_norm
 
     @property
     def is_trained(self) -> bool:
@@ -93,7 +293,7 @@ class Block:
     @property
     def _module(self) -> nn.Module:
         """Whose weight it is; any module for a matrix that no layer uses."""
-        return self.modules[0] if self.modules else _NO_MODULE
+        return self.modules[0] if self.modules else NO_MODULE
 
     @property
     def bias_has_changed(self) -> bool:
@@ -163,197 +363,23 @@ class Block:
         return [widen(local(_or_zeros(p))) for p in self.parameters]
 
 
-def find_blocks(
-    model: nn.Module,
-    options: LayerOptions | Mapping[int, LayerOptions] | None = None,
-    *,
-    skip: Collection[str] = (),
-) -> list[Block]:
-    """All trainable parameters of a model as blocks, in the order of its modules.
-
-    Layers of a known kind come with statistics; every other parameter is a plain block
-    that says why. Nothing is computed, so the model may be on the meta device.
-    ``options`` are by the ids of the parameters that the optimizer has, or the same
-    for all. A bias with others than its weight's is no part of the layer's matrix.
-    """
-    known = options if isinstance(options, Mapping) else _all_alike(model, options)
-    _require_known(model, skip)
-    found: dict[int, Block] = {}
-    reasons: dict[int, str] = {}
-    for name, module, kind, reason in _layers(model, known, skip):
-        weight = trainable(module, kind.weight_name)
-        if weight is None:
-            continue
-        reason = reason or kind.options.plain
-        if reason or id(weight) not in known:
-            _note(reasons, module, reason or FOREIGN)
-        elif id(weight) not in found:
-            found[id(weight)] = _block(name, module, kind)
-            if not kind.options.bias:
-                own = kind.options.any_matrix
-                why = "a bias is no part of the matrix under its rule"
-                _note(reasons, module, why if own else "its weight is in another group")
-        else:
-            _tie(found[id(weight)], name, module, kind)
-    _note_other_uses(model, found)
-    blocks = _with_plain(model, found, reasons, known)
-    for block in blocks:
-        block.is_foreign = id(block.parameters[0]) not in known
-        block.reason = FOREIGN if block.is_foreign else block.reason
-    return blocks
-
-
-def _all_alike(
-    model: nn.Module, options: LayerOptions | None
-) -> Mapping[int, LayerOptions]:
-    options = options or LayerOptions()
-    return {id(p): options for p in model.parameters()}
-
-
-def _options_of(module: nn.Module, known: Mapping[int, LayerOptions]) -> LayerOptions:
-    """Those of a layer's weight; the bias is left out where it has others.
-
-    And where factors do not come from activations, in which it is an input that is
-    always 1: there it is a parameter of its own.
-    """
-    kind = kind_of(module, LayerOptions())
-    if kind is None:
-        return LayerOptions()
-    weight, bias = (trainable(module, x) for x in (kind.weight_name, kind.bias_name))
-    options = known.get(id(weight), LayerOptions())
-    alike = bias is None or known.get(id(bias)) == options
-    alone = options.any_matrix and not is_norm(kind)
-    return replace(options, bias=False) if alone or not alike else options
-
-
-def _layers(
-    model: nn.Module, known: Mapping[int, LayerOptions], skip: Collection[str]
-) -> Iterator[tuple[str, nn.Module, LayerKind, str]]:
-    """Modules of a known kind, each with the reason to leave it out, if any."""
-    inert = {
-        child
-        for parent in model.modules()
-        if isinstance(parent, nn.MultiheadAttention)
-        for child in parent.modules()
-    }
-    for name, module in model.named_modules():
-        kind = kind_of(module, _options_of(module, known))
-        if kind is None:
-            continue
-        if _within(name, skip):
-            yield name, module, kind, "named in skip"
-        elif module in inert:
-            yield name, module, kind, MHA
-        else:
-            yield name, module, kind, kind.refuse(module)
-
-
-def _block(name: str, module: nn.Module, kind: LayerKind) -> Block:
-    name = name or "model"
-    layout = kind.layout(module)
-    owned = kind.weight(module), kind.bias(module)
-    return Block(
-        spec=BlockSpec(
-            name=name,
-            stack=layout.stack,
-            rows=layout.rows,
-            cols=layout.cols,
-            statistics=layout.statistics(name, kind.options),
-        ),
-        kind=kind,
-        modules=[module],
-        parameters=tuple(p for p in owned if p is not None),
-        is_table=layout.right_diagonal,
-        is_factored=bool(layout.left),
-    )
-
-
-def _tie(block: Block, name: str, module: nn.Module, kind: LayerKind) -> None:
-    """Let a second module with the same weight add to the block, if it can.
-
-    A module of another kind (an output layer tied to an embedding) cannot: its uses of
-    the weight are then not part of the statistics, though they are of the gradient.
-    """
-    bias = kind.bias(module)
-    same_bias = (bias is None) == (len(block.parameters) == 1) and (
-        bias is None or bias is block.parameters[1]
-    )
-    if type(kind) is type(block.kind) and same_bias:
-        block.modules.append(module)
-        block.note = f"shared with {name}"
-    else:
-        block.note = _left_out(name)
-
-
-def _note_other_uses(model: nn.Module, found: dict[int, Block]) -> None:
-    """Say which modules without a block have the weight of one."""
-    for name, module in model.named_modules():
-        for p in module.parameters(recurse=False):
-            block = found.get(id(p))
-            if block is not None and module not in block.modules and not block.note:
-                block.note = _left_out(name)
-
-
-def _left_out(name: str) -> str:
-    return f"statistics leave out its use as {name}"
-
-
-def _with_plain(
-    model: nn.Module,
-    found: dict[int, Block],
-    reasons: dict[int, str],
-    known: Mapping[int, LayerOptions],
-) -> list[Block]:
-    """Blocks and plain parameters in the order of `model.named_parameters`."""
-    block_of = {id(p): block for block in found.values() for p in block.parameters}
-    ordered: dict[str, Block] = {}
-    for name, p in model.named_parameters():
-        block = block_of.get(id(p))
-        if block is None and p.requires_grad:
-            options = known.get(id(p), LayerOptions())
-            reason = options.plain or reasons.get(id(p)) or why_plain(model, name)
-            alone = options.any_matrix and Matrix.fits(p)
-            block = _matrix(name, p, options) if alone else _plain(name, p, reason)
-        if block is not None:
-            ordered.setdefault(block.name, block)
-    return list(ordered.values())
-
-
-def _matrix(name: str, p: nn.Parameter, options: LayerOptions) -> Block:
-    kind = Matrix(options, tuple(p.shape))
-    layout = kind.layout(_NO_MODULE)
-    spec = BlockSpec(
-        name=name,
-        stack=layout.stack,
-        rows=layout.rows,
-        cols=layout.cols,
-        statistics=layout.statistics(name, options),
-    )
-    return Block(spec=spec, kind=kind, parameters=(p,), is_factored=True)
-
-
-def _plain(name: str, p: nn.Parameter, reason: str) -> Block:
-    spec = BlockSpec(name=name, stack=1, rows=1, cols=p.numel(), elementwise=True)
-    return Block(spec=spec, kind=None, parameters=(p,), reason=reason)
-
-
-def _within(name: str, skip: Collection[str]) -> bool:
-    """Whether a layer, or a module that contains it, is named in ``skip``."""
-    return any(name == s or name.startswith(f"{s}.") for s in skip)
-
-
-def _note(reasons: dict[int, str], module: nn.Module, reason: str) -> None:
-    for p in module.parameters(recurse=False):
-        reasons[id(p)] = reason
-
-
-def _require_known(model: nn.Module, skip: Collection[str]) -> None:
-    names = {name for name, _ in model.named_modules()}
-    unknown = sorted(set(skip) - names)
-    if unknown:
-        legal = ", ".join(sorted(n for n in names if n)[:20])
-        raise ValueError(f"Invalid skip={unknown}. Must be layer names, as {legal}.")
-
-
 def _or_zeros(p: nn.Parameter) -> Tensor:
     return torch.zeros_like(p) if p.grad is None else p.grad
+
+
+def statistics_like(blocks: list[Block]) -> Tensor:
+    """An empty tensor of the dtype and device that statistics are kept in."""
+    first = local(blocks[0].parameters[0])
+    wide = any(p.dtype == torch.float64 for b in blocks for p in b.parameters)
+    return first.new_empty(0, dtype=torch.float64 if wide else torch.float32).detach()
+
+
+def require_known(model: nn.Module, blocks: list[Block]) -> None:
+    """Raise if a parameter has a gradient that a step would not use."""
+    used = {id(p) for b in blocks if b.is_trained for p in b.parameters}
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.grad is not None and id(p) not in used:
+            raise RuntimeError(
+                f"{name} was added, frozen or unfrozen after registration. Must be "
+                "done before KFAC or SPNGD is made."
+            )

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from natgrad.layers.kind import LayerKind, Layout, Observed
+from natgrad.layers.block import LayerKind, Layout, Observed
 from natgrad.math.examples import table_squares
 from natgrad.math.statistics import gram, index_counts, widen
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers.kind import LayerKind, Layout, Observed
+from natgrad.layers.block import LayerKind, Layout, Observed
 from natgrad.math.statistics import diagonal_moment, full_moment, unit_moment, widen
 
 FORMS = {"unit": unit_moment, "diag": diagonal_moment, "full": full_moment}
@@ -26,6 +26,8 @@ class Norm(LayerKind):
     They look at all examples: xhat needs the whole batch, and these statistics are
     cheap.
     """
+
+    is_norm = True
 
     def refuse(self, module: nn.Module) -> str:
         if self.options.norm == "skip":

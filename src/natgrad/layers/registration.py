@@ -5,11 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from natgrad.layers import Block, LayerOptions, find_blocks
-from natgrad.math.shards import local
 from natgrad.options import Options
 from natgrad.plan.spec import BlockSpec
 from natgrad.rules.fallbacks import Plain, is_fallback
@@ -113,18 +111,6 @@ def _without_layers(model: nn.Module, is_idle: bool) -> None:
     warnings.warn(f"{found}: all follow Adam's rule. {how}.", stacklevel=4)
 
 
-def statistics_like(blocks: list[Block]) -> Tensor:
-    """An empty tensor of the dtype and device that statistics are kept in."""
-    first = local(blocks[0].parameters[0])
-    wide = any(p.dtype == torch.float64 for b in blocks for p in b.parameters)
-    return first.new_empty(0, dtype=torch.float64 if wide else torch.float32).detach()
-
-
-def shape_of(block: Block) -> tuple[int, int, int]:
-    """``(s, m, n)`` of a block's gradient."""
-    return block.spec.stack, block.spec.rows, block.spec.cols
-
-
 def warn_silent(blocks: list[Block], fired: set[str], options: Options) -> None:
     """Warn of layers whose hooks have not fired by the end of the first step."""
     silent = [
@@ -145,17 +131,6 @@ def warn_silent(blocks: list[Block], fired: set[str], options: Options) -> None:
     )
 
 
-def require_known(model: nn.Module, blocks: list[Block]) -> None:
-    """Raise if a parameter has a gradient that a step would not use."""
-    used = {id(p) for b in blocks if b.is_trained for p in b.parameters}
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.grad is not None and id(p) not in used:
-            raise RuntimeError(
-                f"{name} was added, frozen or unfrozen after registration. Must be "
-                "done before KFAC or SPNGD is made."
-            )
-
-
 def require_inside(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
     """Raise if a group has a parameter that is not one of the model's.
 
@@ -172,4 +147,3 @@ def require_inside(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> Non
                     f"is not one of this {type(model).__name__}'s. Must be: make it "
                     "part of the model, or give it to an optimizer of its own."
                 )
-

@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 
 from natgrad.capture.unwrap import unwrap
-from natgrad.layers.matrix import Matrix
-from natgrad.rules.averages import AverageGradients
+from natgrad.layers.matrices import Matrix
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.lengths import Free
+from natgrad.rules.motion import AverageGradients
 from natgrad.rules.rule import Rule
 
 HIDDEN, CONVOLUTIONS, EMBEDDINGS = "hidden", "convolutions", "embeddings"

@@ -5,18 +5,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from natgrad.layers.conv import Conv
+from natgrad.layers.block import LayerKind
 from natgrad.layers.embedding import Embedding
-from natgrad.layers.kind import LayerKind, LayerOptions
-from natgrad.layers.linear import Linear, TransposedLinear
+from natgrad.layers.matrices import Conv, Linear, TransposedLinear
 from natgrad.layers.norm import (
     BatchNorm,
     GroupNorm,
     LayerNorm,
-    Norm,
     RMSNorm,
     SyncBatchNorm,
 )
+from natgrad.layers.options import LayerOptions
 
 COMPUTING = ("forward", "__call__", "_conv_forward")
 """Methods with which a subclass may compute something else than its parent."""
@@ -118,11 +117,6 @@ def type_name(kind: type) -> str:
     short, home = kind.__name__, kind.__module__
     is_clear = home.partition(".")[0] == "torch" or not hasattr(nn, short)
     return short if is_clear else f"{home}.{short}"
-
-
-def is_norm(kind: LayerKind | None) -> bool:
-    """Whether blocks of this kind take the norm damping ratio."""
-    return isinstance(kind, Norm)
 
 
 def _nearest(module: nn.Module) -> tuple[type, Row | None] | None:

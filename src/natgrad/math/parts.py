@@ -13,6 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def cut(rows: int, largest: int | None, unit: int = 1) -> tuple[int, int]:
+    """How many parts a factor of so many rows is cut into, and the rows of each.
+
+    They are as few and as equal as parts of at most ``largest`` rows can be. Rows stay
+    together by the ``unit``, also if that is more than ``largest``.
+    """
+    if largest is None or rows <= largest:
+        return 1, rows
+    units = -(-rows // unit)
+    parts = -(-units // max(1, largest // unit))
+    each = -(-units // parts)
+    return -(-units // each), each * unit
+
+
 def stacked(parts: Sequence[Tensor], size: int) -> Tensor:
     """Square matrices ``(1, b, b)`` with b at most ``size`` as one padded stack."""
     whole = parts[0].new_zeros(len(parts), size, size)

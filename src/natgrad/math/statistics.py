@@ -12,6 +12,11 @@ from torch import Tensor
 from natgrad.math.parts import stacked
 from natgrad.math.products import add_product, completed, sum_dtype
 
+# Vectors of one example are alike: so many examples at least, whatever they give.
+FEWEST_EXAMPLES = 64
+# An estimate of n x n has the rank of its vectors; running averages join several.
+VECTORS_A_ROW = 2
+
 
 def widen(x: Tensor) -> Tensor:
     """``x`` in float32 if it is in a narrower floating type, else as it is."""
@@ -101,3 +106,19 @@ def diagonal_moment(grads: Tensor) -> Tensor:
 def full_moment(grads: Tensor) -> Tensor:
     """Per-example gradients ``(e, c, p)`` -> ``(1, c * p, c * p)``."""
     return gram(grads.flatten(1))
+
+
+def enough_examples(size: int, vectors: int) -> int:
+    """How many examples, of so many vectors each, a factor ``(size, size)`` needs.
+
+    At least 64, and so many that there are two vectors for each of its rows.
+    """
+    return max(FEWEST_EXAMPLES, -(-VECTORS_A_ROW * size // vectors))
+
+
+def enough_stride(size: int, examples: int, vectors: int) -> int:
+    """The largest k for which every k-th of the examples is enough for a factor.
+
+    ``vectors`` is what each example gives to it: A's rows, or G's.
+    """
+    return max(1, examples // enough_examples(size, vectors))

@@ -141,9 +141,9 @@ class Crate:
 def make_crates(
     exchange: Exchange, names: Iterable[str], limit: int
 ) -> tuple[Crate, ...]:
-    """The named items in order, in all-to-alls of at most ``limit`` elements a rank, or one item.
+    """The named items in order, in all-to-alls of at most ``limit`` elements a rank.
 
-    The ranks together may send that many times as much as there are of them.
+    Or of one item. The ranks together may send that much for each of them.
     """
     crates: list[Crate] = []
     held: list[Move] = []

@@ -16,6 +16,7 @@ are zero in the statistic and in its inverse, and no eigenvalue is counted for t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from natgrad.plan.shards import Cut
 
@@ -27,38 +28,12 @@ GRADIENTS = ("R", "L")
 FACTORS = (*ACTIVATIONS, *GRADIENTS)
 KINDS = (*FACTORS, "S", "unit", "diag", "full")
 SIDES = ("right", "left", "both")
-# Vectors of one example are alike: so many examples at least, whatever they give.
-FEWEST_EXAMPLES = 64
-# An estimate of n x n has the rank of its vectors; running averages join several.
-VECTORS_A_ROW = 2
 
 
 def _positive(owner: str, **values: int) -> None:
     for key, value in values.items():
         if value < 1:
             raise ValueError(f"Invalid {key}={value} of {owner!r}. Must be >= 1.")
-
-
-def enough_examples(size: int, vectors: int) -> int:
-    """How many examples, of so many vectors each, a factor ``(size, size)`` needs.
-
-    At least 64, and so many that there are two vectors for each of its rows.
-    """
-    return max(FEWEST_EXAMPLES, -(-VECTORS_A_ROW * size // vectors))
-
-
-def cut(rows: int, largest: int | None, unit: int = 1) -> tuple[int, int]:
-    """How many parts a factor of so many rows is cut into, and the rows of each.
-
-    They are as few and as equal as parts of at most ``largest`` rows can be. Rows stay
-    together by the ``unit``, also if that is more than ``largest``.
-    """
-    if largest is None or rows <= largest:
-        return 1, rows
-    units = -(-rows // unit)
-    parts = -(-units // max(1, largest // unit))
-    each = -(-units // parts)
-    return -(-units // each), each * unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,32 +63,32 @@ class StatisticSpec:
         if self.side not in SIDES:
             raise ValueError(f"Invalid side={self.side!r}. Must be one of {SIDES}.")
 
-    @property
+    @cached_property
     def is_factor(self) -> bool:
         """Whether it is a factor of one side of a matrix."""
         return self.kind in FACTORS
 
-    @property
+    @cached_property
     def is_local(self) -> bool:
         """Whether its owner makes it of the reduced gradient: it never moves."""
         return self.kind in GRADIENTS
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of each whole matrix, of which the stack holds the parts."""
         return self.parts * self.size - self.padding
 
-    @property
+    @cached_property
     def eigenvalues(self) -> int:
         """How many the whole stack has; none for padding."""
         return self.stack // self.parts * self.rows
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Elements as held in memory: whole matrices, or their diagonals."""
         return self.stack * self.size * (1 if self.diagonal else self.size)
 
-    @property
+    @cached_property
     def packed(self) -> int:
         """Elements as sent: upper triangles (SP-NGD, section 5.2) or diagonals."""
         rows = 2 if self.diagonal else self.size + 1
@@ -148,7 +123,7 @@ class BlockSpec:
                     f"have block={self.name!r}, stack={stack}, rows={rows}."
                 )
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Elements of the block's gradient."""
         return self.stack * self.rows * self.cols
@@ -157,12 +132,8 @@ class BlockSpec:
         """Elements that a rank has of the parameters of a block that is cut."""
         return sum(cut.on(rank) for cut in self.cuts)
 
-    def enough_stride(self, examples: int, vectors: int) -> int:
-        """The largest k for which every k-th of the examples is enough for the factors.
-
-        ``vectors`` is what each example gives to a factor: A's rows, or G's.
-        """
-        size = max(
-            (s.size for s in self.statistics if s.kind in ACTIVATIONS), default=1
-        )
-        return max(1, examples // enough_examples(size, vectors))
+    @cached_property
+    def largest(self) -> int:
+        """Rows of the largest factor from activations; 1 without any."""
+        sizes = (s.size for s in self.statistics if s.kind in ACTIVATIONS)
+        return max(sizes, default=1)

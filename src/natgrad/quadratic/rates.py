@@ -10,7 +10,7 @@ from natgrad.math import foreach
 from natgrad.options import Options
 from natgrad.quadratic.options import AUTO
 from natgrad.quadratic.tuner import Lambda, Tuner, refuse_scaler
-from natgrad.rules.averages import Average
+from natgrad.rules.motion import Average
 
 if TYPE_CHECKING:
     from natgrad.spngd import SPNGD

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from natgrad.factors.averages import damping_at
 from natgrad.math.outputs import Product, sampled_gradients
 from natgrad.math.quadratic import adapted, change, minimiser, reduction_ratio
 from natgrad.quadratic.model import Along, measure, output_hessian
@@ -104,7 +105,7 @@ class Tuner:
         """Lambda of the quadratic model."""
         parts = self._engine.options.parts()
         in_units = parts.rule.natural and getattr(parts.rule, "style", "") != "relative"
-        return parts.damping_at(self._engine.step) if in_units else 0.0
+        return damping_at(parts.damping, self._engine.step) if in_units else 0.0
 
     def evaluate(self, closure: Any, zero_grad: Callable[[], None]) -> Tensor:
         """Run closures and their backwards; returns the loss of all of them.

@@ -11,17 +11,16 @@ diagonal of that same matrix in the new one (`natgrad.math.rules.moved_moment`).
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from natgrad.distributed.communicator import Communicator
-from natgrad.factors.stacks import Stacks
 from natgrad.layers import Block
-from natgrad.layers.registration import shape_of
 from natgrad.math.rules import moved_moment
-from natgrad.plan import Plan
+
+if TYPE_CHECKING:
+    from natgrad.rules.preconditioner import Stacks
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 Bases = tuple[Tensor, Tensor]
@@ -39,7 +38,7 @@ class Moment:
 class Moments:
     """One `Moment` for each block that an adaptive rule has scaled on this rank."""
 
-    def __init__(self, stacks: Stacks) -> None:
+    def __init__(self, stacks: "Stacks") -> None:
         self.states: dict[str, Moment] = {}
         self._stacks = stacks
 
@@ -114,38 +113,10 @@ class Moments:
             for name, square in squares.items()
         }
 
-    def gather(
-        self, blocks: Iterable[Block], plan: Plan, comm: Communicator, like: Tensor
-    ) -> None:
-        """Collective: put every block's moment on every rank."""
-        if comm.world == 1:
-            return
-        blocks = list(blocks)
-        first = {b.name: plan.workers[b.name][0] for b in blocks}
-        held = [
-            self.states[b.name].steps
-            if b.name in self.states and first[b.name] == comm.rank
-            else 0
-            for b in blocks
-        ]
-        known: list[float] = comm.agree(like.new_tensor(held)).tolist()
-        for block, steps in zip(blocks, map(round, known), strict=True):
-            if not steps:
-                continue
-            state = self.states.get(block.name)
-            empty = like.new_empty(moment_shape(block))
-            square = empty if state is None else state.square.contiguous()
-            square = comm.broadcast(square, first[block.name])
-            self.states[block.name] = Moment(square=square, steps=steps)
-
-    def release(self, plan: Plan, rank: int) -> None:
-        """Forget the moments of blocks that this rank does not work on."""
-        self.forget([n for n in self.states if rank not in plan.workers[n]])
-
 
 def moment_shape(block: Block) -> tuple[int, int, int]:
     """Of what a block's rule keeps: ``(s, m, n)``, or fewer numbers."""
-    return block.rule.moment_shape(shape_of(block)) or shape_of(block)
+    return block.rule.moment_shape(block.shape) or block.shape
 
 
 def moved(

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from natgrad.factors.refresh import Refresh
-from natgrad.requiring import require_number
-from natgrad.rules.averages import Average
-from natgrad.rules.decays import Decay
 from natgrad.rules.lengths import Length
+from natgrad.rules.motion import Average, Decay
 from natgrad.rules.rule import Rule
+
+if TYPE_CHECKING:
+    from natgrad.factors.refresh import Refresh
 
 Damping = float | Callable[[int], float]
 
@@ -30,15 +30,7 @@ class Parts:
     average: Average
     decay: Decay
     damping: Damping
-    refresh: Refresh
-
-    def damping_at(self, step: int) -> float:
-        """Lambda at a step, checked when it comes from a schedule."""
-        if not callable(self.damping):
-            return float(self.damping)
-        value = float(self.damping(step))
-        require_number(f"damping({step})", value, "a finite number >= 0", low=0.0)
-        return value
+    refresh: "Refresh"
 
 
 NAMES = tuple(f.name for f in fields(Parts))

@@ -1,22 +1,24 @@
 """Applies every block's rule, to blocks of equal shape together."""
 
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from natgrad.factors.stacks import Stacks
-from natgrad.factors.state import StatisticState
-from natgrad.factors.statistics import Statistics
 from natgrad.layers import Block
-from natgrad.layers.registration import shape_of
 from natgrad.math.inverse import Inverse
 from natgrad.math.precondition import descending
 from natgrad.math.rules import mean_of_entries
 from natgrad.rules.fallbacks import Plain
 from natgrad.rules.moments import Bases, Moments, is_replaced, moved
 from natgrad.rules.rule import Matrices
+
+if TYPE_CHECKING:
+    from natgrad.factors.state import StatisticState
+    from natgrad.factors.statistics import Statistics
 
 # Blocks of equal shape are done by one product up to this many elements each; larger
 # ones keep a device busy by themselves, and joining their gradients takes memory.
@@ -30,7 +32,7 @@ class Preconditioner:
     ``gradients`` are this step's, from which second moments are learned.
     """
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(self, statistics: "Statistics") -> None:
         self.statistics = statistics
         self.stacks = Stacks()
         self.moments = Moments(self.stacks)
@@ -72,7 +74,7 @@ class Preconditioner:
         workers = tuple(self.statistics.plan.workers[block.name])
         # All moments of a group have the same bias.
         steps = self.moments.steps(block.name) if block.rule.adapts else 0
-        return block.rule, shape_of(block), tuple(sides), workers, steps
+        return block.rule, block.shape, tuple(sides), workers, steps
 
     def _seen(
         self,
@@ -157,13 +159,13 @@ class Preconditioner:
         self.moments.follow(kept, new)
         for state in self._scales([name for name in changed if name in kept]):
             name = state.spec.block
-            shape, pair = shape_of(self.statistics.block[name]), (old[name], new[name])
+            shape, pair = self.statistics.block[name].shape, (old[name], new[name])
             state.average = moved(state.average, shape, *pair)
             state.history = [moved(x, shape, *pair) for x in state.history]
             if state.inverse is not None:
                 state.inverse = (moved(state.inverse[0], shape, *pair),)
 
-    def _scales(self, blocks: Sequence[str]) -> list[StatisticState]:
+    def _scales(self, blocks: Sequence[str]) -> "list[StatisticState]":
         """The S of blocks that have one."""
         found = (self.statistics.states.get(f"{name}/S") for name in blocks)
         return [state for state in found if state is not None]
@@ -186,3 +188,58 @@ def _joined(group: list[Block], tensors: Mapping[str, Tensor]) -> Tensor:
     if len(group) == 1:
         return tensors[group[0].name]
     return torch.cat([tensors[block.name] for block in group])
+
+
+class Stacks:
+    """Joins what is kept of several blocks, anew only when one of them changes.
+
+    Who keeps it is left with views of the joined tensors, so that nothing is kept
+    twice. Inverses that were joined are never written to: a state that somebody is
+    saving stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], tuple[list[Inverse], Inverse]] = {}
+        self._used: set[tuple[str, ...]] = set()
+
+    def of(self, states: "Sequence[StatisticState]") -> Inverse | None:
+        """The inverses, ``(k s, n, n)`` and so on; None if one is missing."""
+        inverses = [s.inverse for s in states if s.inverse is not None]
+        if len(inverses) < len(states):
+            return None
+        joined, views = self.joined([s.spec.name for s in states], inverses)
+        for state, view in zip(states, views, strict=True):
+            state.inverse = view
+        return joined
+
+    def joined(
+        self, names: Sequence[str], parts: Sequence[Inverse]
+    ) -> tuple[Inverse, Sequence[Inverse]]:
+        """Tuples of equal shapes as one tuple, and what each has become: views."""
+        if len(parts) == 1:
+            return parts[0], parts
+        key = tuple(names)
+        self._used.add(key)
+        known = self._known.get(key)
+        if known is not None and all(map(_same, known[0], parts)):
+            return known[1], known[0]
+        joined = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        count = len(parts)
+        views = [tuple(_part(x, i, count) for x in joined) for i in range(count)]
+        self._known[key] = views, joined
+        return joined, views
+
+    def forget(self) -> None:
+        """Drop what was not asked for since the last call."""
+        self._known = {key: self._known[key] for key in self._used}
+        self._used = set()
+
+
+def _same(left: Inverse, right: Inverse) -> bool:
+    return all(map(operator.is_, left, right))
+
+
+def _part(x: Tensor, i: int, count: int) -> Tensor:
+    """The i-th of so many equal parts; of an empty tensor, an empty one."""
+    size = len(x) // count
+    return x[i * size : (i + 1) * size]

@@ -22,7 +22,7 @@ from tests.support.toys import (
 from torch import Tensor, nn
 
 import natgrad
-from natgrad.layers.linear import Linear
+from natgrad.layers.matrices import Linear
 
 Make = Callable[..., Any]
 

@@ -19,10 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import natgrad
 from natgrad import KFAC, SPNGD, Every
-from natgrad.layers.conv import Conv
 from natgrad.layers.embedding import Embedding
-from natgrad.layers.linear import Linear
-from natgrad.plan.spec import enough_examples
+from natgrad.layers.matrices import Conv, Linear
+from natgrad.math.statistics import enough_examples
 
 # -- properties of the step ------------------------------------------------------------
 

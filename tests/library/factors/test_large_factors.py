@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import natgrad
 from natgrad import KFAC, SPNGD, Every, Paced, Polar
 from natgrad.layers import Block
-from natgrad.layers.linear import Linear
+from natgrad.layers.matrices import Linear
 from natgrad.math.parts import diagonal_parts
 
 DAMPING = 0.3

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import natgrad
 from natgrad.factors.refresh import Timing
-from natgrad.layers.kind import Observed
-from natgrad.layers.linear import Linear
+from natgrad.layers.block import Observed
+from natgrad.layers.matrices import Linear
 from natgrad.math.staleness import is_similar, next_interval
 
 DAMPING = 0.03

@@ -12,6 +12,7 @@ from natgrad.math.conv.moments import (
     conv_output_parts,
 )
 from natgrad.math.parts import (
+    cut,
     diagonal_parts,
     kronecker_values,
     on_left,
@@ -21,7 +22,6 @@ from natgrad.math.parts import (
     without_padding,
 )
 from natgrad.math.statistics import gram, input_moment
-from natgrad.plan.spec import cut
 
 
 def draw(*shape: int) -> Tensor:

@@ -38,8 +38,8 @@ from natgrad import (
     Polar,
     Rule,
 )
-from natgrad.layers.conv import Conv
-from natgrad.layers.kind import LayerOptions
+from natgrad.layers.matrices import Conv
+from natgrad.layers.options import LayerOptions
 from natgrad.math import rules
 from natgrad.math.inverse import damped_roots, track
 from natgrad.math.polar import polar, quintics

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from natgrad.layers import LayerOptions, find_blocks
+from natgrad.math.statistics import enough_stride
 from natgrad.plan import BlockSpec, StatisticSpec
 from natgrad_lab.errors import UserError
 from natgrad_lab.models import MODELS, build
@@ -46,7 +47,7 @@ class Layer:
         embeds = any(s.kind == "A" and s.diagonal for s in self.spec.statistics)
         if embeds or not self.forward_flops:  # or a norm
             return batch
-        enough = self.spec.enough_stride(batch * world, self.positions)
+        enough = enough_stride(self.spec.largest, batch * world, self.positions)
         return max(1.0, batch / (subsample or enough))
 
     def statistic_flops(self, spec: StatisticSpec) -> float:

@@ -1,0 +1,280 @@
+"""Layers with a side of inputs and one of outputs: linear, convolutions, and others.
+
+A from inputs or patches, G from output gradients (SP-NGD, eq. 9 and 11).
+"""
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.layers.block import LayerKind, Layout, Observed
+from natgrad.layers.options import LayerOptions
+from natgrad.math.conv.moments import (
+    ConvGeometry,
+    conv_input_parts,
+    conv_output_parts,
+    positions,
+)
+from natgrad.math.examples import (
+    conv_gradients,
+    conv_rows,
+    linear_gradients,
+    rank_one_squares,
+    squares_in_basis,
+)
+from natgrad.math.statistics import gram, input_moment, widen
+
+
+class Kronecker(LayerKind):
+    """A layer whose Fisher is ``G kron A``: outputs left, inputs right."""
+
+    rescaled = True
+
+    def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+        layout = self.layout(module)
+        stack = weight.reshape(layout.stack, layout.rows, -1)
+        if bias is None:
+            return stack
+        return torch.cat((stack, bias.reshape(layout.stack, layout.rows, 1)), dim=2)
+
+    def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
+        weight = self.weight(module)
+        # not by whether there is a bias now: it may have been frozen since
+        if stack.numel() == weight.numel():
+            return stack.reshape(weight.shape), None
+        return stack[:, :, :-1].reshape(weight.shape), stack[:, :, -1].reshape(-1)
+
+
+class Linear(Kronecker):
+    """``y = x W^T + b`` on the last dim, with any leading dims.
+
+    Positions between the batch and the features share the weight. ``"expand"`` counts
+    each as a term of A and of G; ``"reduce"`` first averages the inputs and sums the
+    gradients over an example's positions.
+    """
+
+    name = "linear"
+
+    def layout(self, module: nn.Module) -> Layout:
+        rows, cols = self.weight(module).shape
+        bias = self.bias(module) is not None
+        return Layout(stack=1, rows=rows, cols=cols + bias, right="A", left="G")
+
+    def vectors(self, module: nn.Module, y: Tensor) -> int:
+        if y.dim() < 2:
+            return 0  # one example, without a dim for it
+        return 1 if self.options.sharing == "reduce" else math.prod(y.shape[1:-1])
+
+    def observe(
+        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
+    ) -> Observed:
+        if "A" not in want:
+            return Observed()
+        rows = self._rows(x, mean=True)
+        bias = self.bias(module) is not None
+        size = self.part_size(module, "right")
+        return Observed(
+            moments={"A": input_moment(rows, bias=bias, size=size)}, positions=len(rows)
+        )
+
+    def gradient_moments(
+        self,
+        module: nn.Module,
+        g: Tensor,
+        kept: tuple[Tensor, ...],
+        want: Collection[str],
+    ) -> dict[str, Tensor]:
+        if "G" not in want:
+            return {}
+        return {"G": gram(self._rows(g, mean=False), self.part_size(module, "left"))}
+
+    def scale_moment(
+        self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
+    ) -> Tensor:
+        x, g = widen(x), widen(g)
+        if self.bias(module) is not None:
+            x = torch.cat((x, torch.ones_like(x[..., :1])), -1)
+        if x.dim() == 2 or self.options.loss == "tokens":
+            rows = x.flatten(0, -2)[None, None], g.flatten(0, -2)[None, None]
+            return rank_one_squares([rows], right, left)
+        gradients = linear_gradients(x.flatten(1, -2), g.flatten(1, -2))
+        return squares_in_basis(gradients, right, left)
+
+    def _rows(self, x: Tensor, *, mean: bool) -> Tensor:
+        if self.options.sharing == "reduce" and x.dim() > 2:
+            dims = tuple(range(1, x.dim() - 1))
+            x = x.mean(dims) if mean else x.sum(dims)
+        return x.reshape(-1, x.shape[-1])
+
+
+class TransposedLinear(Linear):
+    """A linear layer that keeps its weight as (inputs, outputs), as GPT-2's does."""
+
+    name = "transposed_linear"
+
+    def layout(self, module: nn.Module) -> Layout:
+        cols, rows = self.weight(module).shape
+        bias = self.bias(module) is not None
+        return Layout(stack=1, rows=rows, cols=cols + bias, right="A", left="G")
+
+    def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().fold(module, weight.T, bias)
+
+    def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.bias(module) is None:
+            return stack[0].T, None
+        return stack[0, :, :-1].T, stack[0, :, -1]
+
+
+class Conv(Kronecker):
+    """Conv1d, Conv2d and Conv3d; each group of channels is one member of the stack."""
+
+    name = "conv"
+    channel_dim = 1
+
+    def examples(self, module: nn.Module, y: Tensor) -> int:
+        return len(y) if y.dim() == self.weight(module).dim() else 0
+
+    def layout(self, module: nn.Module) -> Layout:
+        weight: Any = self.weight(module)
+        groups = _setting(module, "groups")
+        bias = self.bias(module) is not None
+        return Layout(
+            stack=groups,
+            rows=weight.shape[0] // groups,
+            cols=math.prod(weight.shape[1:]) + bias,
+            right="A",
+            left="G",
+            unit=math.prod(_setting(module, "kernel_size")),
+        )
+
+    def vectors(self, module: nn.Module, y: Tensor) -> int:
+        return math.prod(y.shape[2:]) if self.examples(module, y) else 0
+
+    def observe(
+        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
+    ) -> Observed:
+        if "A" not in want:
+            return Observed()
+        geometry = geometry_of(module, bias=self.bias(module) is not None)
+        x = _batched(x, len(geometry.kernel))
+        size = self.part_size(module, "right")
+        return Observed(
+            moments={"A": conv_input_parts(x, geometry, size)},
+            positions=positions(x.shape, geometry),
+        )
+
+    def gradient_moments(
+        self,
+        module: nn.Module,
+        g: Tensor,
+        kept: tuple[Tensor, ...],
+        want: Collection[str],
+    ) -> dict[str, Tensor]:
+        if "G" not in want:
+            return {}
+        g = _batched(g, self.weight(module).dim() - 2)
+        size = self.part_size(module, "left")
+        return {"G": conv_output_parts(g, _setting(module, "groups"), size)}
+
+    def scale_moment(
+        self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
+    ) -> Tensor:
+        geometry = geometry_of(module, bias=self.bias(module) is not None)
+        x, g = (_batched(t, len(geometry.kernel)) for t in (x, g))
+        if self.options.loss == "tokens":
+            return rank_one_squares(conv_rows(x, g, geometry), right, left)
+        return squares_in_basis(conv_gradients(x, g, geometry), right, left)
+
+
+def geometry_of(module: nn.Module, *, bias: bool) -> ConvGeometry:
+    """What a convolution reads where, from its module."""
+    kernel: tuple[int, ...] = _setting(module, "kernel_size")
+    dilation: tuple[int, ...] = _setting(module, "dilation")
+    return ConvGeometry(
+        kernel=kernel,
+        stride=_setting(module, "stride"),
+        padding=_padding(_setting(module, "padding"), kernel, dilation),
+        dilation=dilation,
+        groups=_setting(module, "groups"),
+        padding_mode=_setting(module, "padding_mode"),
+        bias=bias,
+    )
+
+
+def _padding(
+    padding: str | tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    """(before, after) for each dim; as in torch, "same" puts the odd one after."""
+    if padding == "valid":
+        return ((0, 0),) * len(kernel)
+    if padding == "same":
+        reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return tuple((r // 2, r - r // 2) for r in reach)
+    return tuple((int(p), int(p)) for p in padding)
+
+
+def _batched(x: Tensor, spatial_dims: int) -> Tensor:
+    return x.unsqueeze(0) if x.dim() == spatial_dims + 1 else x
+
+
+def _setting(module: nn.Module, name: str) -> Any:
+    return getattr(module, name)
+
+
+class Matrix(LayerKind):
+    """A parameter of two or more dims, known by its own gradient alone.
+
+    Two dims are one matrix. Of three dims the first counts matrices, as the experts of
+    ``[E, out, in]``. Of more, the first is the outputs, as a convolution's.
+    """
+
+    name = "matrix"
+    rescaled = True
+
+    def __init__(self, options: LayerOptions, shape: tuple[int, ...]) -> None:
+        super().__init__(options)
+        self._shape = shape
+
+    @staticmethod
+    def fits(p: Tensor) -> bool:
+        """Whether a parameter has at least two dims that are no ones."""
+        return p.dim() >= 2 and sum(size > 1 for size in p.shape) >= 2
+
+    def layout(self, module: nn.Module) -> Layout:
+        """From the parameter's shape."""
+        shape = self._shape
+        stack, rows = shape[:2] if len(shape) == 3 else (1, shape[0])
+        cols = 1
+        for size in shape:
+            cols *= size
+        cols //= stack * rows
+        return Layout(stack=stack, rows=rows, cols=cols, right="A", left="G")
+
+    def observe(
+        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
+    ) -> Observed:
+        """Nothing: no layer is known."""
+        return Observed()
+
+    def gradient_moments(
+        self,
+        module: nn.Module,
+        g: Tensor,
+        kept: tuple[Tensor, ...],
+        want: Collection[str],
+    ) -> dict[str, Tensor]:
+        """Nothing: no layer is known."""
+        return {}
+
+    def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The parameter as ``(s, m, n)``."""
+        layout = self.layout(module)
+        return weight.reshape(layout.stack, layout.rows, layout.cols)
+
+    def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The inverse of `fold`."""
+        return stack.reshape(self._shape), None
