@@ -110,7 +110,8 @@ class KFAC(Inspectable):
         )
         self._handles: list[Any] = []
         if current is not None:
-            self.engine.tuner = Tuner(self.engine, asked, current)
+            with self.engine.closing_on_error():
+                self.engine.tuner = Tuner(self.engine, asked, current)
         if optimizer is not None:
             # also inside a compiled optimizer.step
             handle = optimizer.register_step_pre_hook(as_written(self._before_step))

@@ -14,7 +14,6 @@ from natgrad.checkpoint.momentum import (
     averages_of,
     gather_momentum,
     keep_whole,
-    kept_here,
     require_momentum,
     restore_velocity,
     worked_on,
@@ -190,7 +189,7 @@ class SPNGD(Inspectable, Optimizer):
                 value = closure()
         if self.engine.only_initialises(self.param_groups):
             keep_whole(self.state, self.engine)
-            kept = {id(p) for p in kept_here(self.engine)}
+            kept = {id(p) for p in worked_on(self.engine, mine=True)}
             for p, average in averages_of(self.engine):
                 if id(p) in kept:
                     average.velocity(self.state, p)
@@ -242,19 +241,24 @@ class SPNGD(Inspectable, Optimizer):
     def write(self, found: Updates) -> None:
         """Move the weights that this rank works on, and get the others."""
         engine, updates = self.engine, found.clipped()
-        if engine.shards is not None:
-            mine = engine.shards.spread(updates, found.present)
-            with engine.meter("update"):
-                return self._move(mine)
         if engine.tuner is not None:
             return self._write_tuned(updates, found.present)
+        if engine.shards is not None:
+            pieces = engine.shards.spread(updates, found.present)
+            with engine.meter("update"):
+                self._move(pieces)
+            return self._forget_gathered()
         mine = [engine.block[name] for name in updates]
         before = engine.weights_before(mine)
         with engine.meter("update"):
             self._move(self._unfolded(updates))
         engine.share_weights(mine, updates, found.present, before)
-        # what a gather brought grows stale where this rank does not work
-        for p in worked_on(engine, mine=False) if engine.comm.world > 1 else ():
+        self._forget_gathered()
+
+    def _forget_gathered(self) -> None:
+        """What a gather brought grows stale where this rank does not work."""
+        many = self.engine.comm.world > 1
+        for p in worked_on(self.engine, mine=False) if many else ():
             self.state.pop(p, None)
 
     def _write_tuned(self, updates: dict[str, Tensor], present: frozenset[str]) -> None:
@@ -354,8 +358,8 @@ class SPNGD(Inspectable, Optimizer):
         for group in self.param_groups:
             pairs = by_group.get(id(group), [])
             if pairs:
-                params, tensors = [p for p, _ in pairs], [x for _, x in pairs]
-                yield group, averages[id(group)], params, tensors
+                params, found = [p for p, _ in pairs], [x for _, x in pairs]
+                yield group, averages[id(group)], params, found
 
     def gather(self) -> None:
         """Collective: put all statistics and momentum on every rank.

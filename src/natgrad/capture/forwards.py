@@ -20,7 +20,7 @@ import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any, Literal, Protocol
@@ -31,6 +31,7 @@ from natgrad.layers import Block, Observed
 from natgrad.math.packing import flatten, trace
 
 Rows = slice | EllipsisType
+Leaf = Callable[[], Tensor]
 Use = Literal["learned", "asked"]
 """A backward whose gradients are kept, or one that asks for them by name."""
 POSITION_KINDS = ("A",)
@@ -226,11 +227,13 @@ class Forwards:
 class Call:
     """One forward of one layer that waits for its backward.
 
-    ``rows`` are the examples looked at, ``scale`` how many each stands for.
+    ``rows`` are the examples looked at, ``scale`` how many each stands for. ``leaf``
+    finds the tensor that the weight's gradient goes to.
     """
 
     block: Block
     module: nn.Module
+    leaf: Leaf
     want: tuple[str, ...]
     forward: Forward
     token: Token

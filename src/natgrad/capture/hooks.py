@@ -250,6 +250,17 @@ def accumulates(p: Tensor) -> bool | None:
         return None
 
 
+def leaf_of(block: Block, module: nn.Module) -> Callable[[], Tensor]:
+    """What finds, in a backward, the leaf that a weight's gradient goes to.
+
+    Under `fully_shard` that is the whole weight, which a module has while it runs:
+    in its forward, unless it is itself what was sharded, and then in its backward.
+    """
+    assert block.kind is not None
+    weight = block.kind.weight(module)
+    return partial(block.kind.weight, module) if is_shard(weight) else lambda: weight
+
+
 class Sentinel:
     """Watches one parameter, whose gradient stands for all of a step's."""
 

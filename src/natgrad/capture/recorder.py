@@ -43,11 +43,12 @@ from natgrad.capture.forwards import (
     Captured,
     Forward,
     Forwards,
+    Leaf,
     MicroBatch,
     Rows,
     Use,
 )
-from natgrad.capture.hooks import Hooks, Sentinel, accumulates, backward_id
+from natgrad.capture.hooks import Hooks, Sentinel, accumulates, backward_id, leaf_of
 from natgrad.diagnostics.timer import Meter
 from natgrad.layers import Block, Observed
 from natgrad.math.shards import local
@@ -213,9 +214,10 @@ class Capture:
             self._count_forward()
         forward = self._forwards.current
         forward.passes(block, module, output)
+        leaf = leaf_of(block, module)
         want = tuple(s.kind for s in block.spec.statistics if s.name in self._due)
         if not want or not block.is_trained or block.bias_has_changed:
-            self._expect_backward(forward, block, module, output)
+            self._expect_backward(forward, block, leaf, output)
             return
         assert block.kind is not None
         x = x.detach()
@@ -228,6 +230,7 @@ class Capture:
         call = Call(
             block=block,
             module=module,
+            leaf=leaf,
             want=want,
             forward=forward,
             token=forward.token(),
@@ -260,7 +263,7 @@ class Capture:
         return slice(start, None, stride), len(x) / len(range(start, len(x), stride))
 
     def _expect_backward(
-        self, forward: Forward, block: Block, module: nn.Module, output: Tensor
+        self, forward: Forward, block: Block, leaf: Leaf, output: Tensor
     ) -> None:
         """Count a micro-batch in which, so far, no layer with a due statistic ran."""
         if not self._due or forward.is_expected:
@@ -268,27 +271,24 @@ class Capture:
         forward.is_expected = True
 
         def count(token: object, _: Tensor) -> None:
-            if (use := self._use(block, module, forward)) is not None:
+            if (use := self._use(block, leaf, forward)) is not None:
                 self._learn(forward, use)
 
         output.register_hook(partial(count, forward.token()))
 
-    def _use(self, block: Block, module: nn.Module, forward: Forward) -> Use | None:
+    def _use(self, block: Block, leaf: Leaf, forward: Forward) -> Use | None:
         """Whether the backward that runs now counts, at this layer."""
-        use = self._counts(block, module)
+        use = self._counts(block, leaf)
         # a backward that makes a graph is a part of the loss to come
         forward.is_aside |= use != "learned" and not torch.is_grad_enabled()
         return use
 
-    def _counts(self, block: Block, module: nn.Module) -> Use | None:
+    def _counts(self, block: Block, leaf: Leaf) -> Use | None:
         if self._sampling != self._sampled or torch.is_grad_enabled() or self._ignores:
             return None
         if self._sampling or not block.is_trained:
             return "learned"
-        assert block.kind is not None
-        # the module's, not the block's: under fully_shard the leaf that gradients
-        # reach is the whole weight, which the module has while the backward runs
-        kept = accumulates(block.kind.weight(module))
+        kept = accumulates(leaf())
         return "asked" if kept is None else "learned" if kept else None
 
     def _learn(self, forward: Forward, use: Use) -> tuple[MicroBatch, Captured]:
@@ -314,7 +314,7 @@ class Capture:
             self._sentinel.expect()
 
     def _after_backward(self, call: Call, g: Tensor) -> None:
-        use = None if call.done else self._use(call.block, call.module, call.forward)
+        use = None if call.done else self._use(call.block, call.leaf, call.forward)
         if use is None or (use == "asked" and call.asked):
             return
         batch, into = self._learn(call.forward, use)

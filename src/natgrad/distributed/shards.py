@@ -84,6 +84,15 @@ def as_parameter(x: Tensor, p: Any) -> Tensor:
     )
 
 
+def part_here(x: Tensor, p: Any) -> Tensor:
+    """What this rank has of a whole tensor that is cut as a parameter is."""
+    ranks = tuple(int(rank) for rank in p.device_mesh.mesh.flatten().tolist())
+    number = ranks.index(dist.get_rank())
+    pieces = read_cut("It", p, ranks).pieces
+    mine = [x[piece.box] for piece in pieces if number in piece.ranks]
+    return mine[0] if mine else x.new_empty(local(p).shape)
+
+
 def _dim(name: str, placement: Any) -> int:
     """The dim that a mesh's axis cuts, -1 for none."""
     if type(placement).__name__ == "Replicate":

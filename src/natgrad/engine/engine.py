@@ -23,6 +23,7 @@ from natgrad.engine.step import Directions, Update, Updates
 from natgrad.factors.averages import Refreshed, growths
 from natgrad.layers.block import Block, statistics_like
 from natgrad.layers.registration import warn_silent
+from natgrad.math.shards import local
 from natgrad.rules.lengths import Length, Sight
 
 
@@ -337,7 +338,7 @@ class Engine(Machinery):
         if self.capture.current.calls or self.capture.current.batches:
             return False
         grads = [p.grad for b in self.blocks for p in b.parameters if p.requires_grad]
-        return all(g is not None and not g.any() for g in grads)
+        return all(g is not None and not local(g).any() for g in grads)
 
     def before_forward(self) -> None:
         """Follow the model; leave gradients to DDP if it was wrapped since."""

@@ -253,7 +253,9 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """``(s, m, n)`` of its gradient."""
+        """``(s, m, n)`` of its gradient, as its workers have it."""
+        if self.is_cut:
+            return 1, 1, local(self.parameters[0]).numel()
         return self.spec.stack, self.spec.rows, self.spec.cols
 
     @property

@@ -59,6 +59,7 @@ class References:
         self.states: dict[str, Reference] = {}
         self.total: Callable[[Tensor], Tensor] | None = None
         self._warned = False
+        self.last_grown: dict[str, float] = {}
 
     def whole(self, norms: Tensor) -> Tensor:
         """Norms of whole weights, from those of what each rank has of them.
@@ -116,9 +117,10 @@ class References:
         self, step: int, blocks: Sequence[Block], like: Tensor, *, warn: bool
     ) -> None:
         """Warn once, when a weight runs away; looks every 100 steps."""
-        if self._warned or (step + 1) % LOOK_EVERY:
+        if (self._warned and self.total is None) or (step + 1) % LOOK_EVERY:
             return
-        grown = self.grown(blocks, like)
+        grown = self.last_grown = self.grown(blocks, like)
+        warn = warn and not self._warned
         if grown:
             self._warned = True
         if grown and warn:

@@ -74,7 +74,9 @@ class Preconditioner:
         workers = tuple(self.statistics.plan.workers[block.name])
         # All moments of a group have the same bias.
         steps = self.moments.steps(block.name) if block.rule.adapts else 0
-        return block.rule, block.shape, tuple(sides), workers, steps
+        # What is cut has the same group on all ranks, which ask for its mean together.
+        cuts = [(c.shape, c.pieces[0].sizes) for c in block.spec.cuts if block.is_cut]
+        return block.rule, block.shape, tuple(sides), workers, steps, *cuts
 
     def _seen(
         self,
