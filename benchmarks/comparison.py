@@ -2,6 +2,7 @@
 
     python -m benchmarks.comparison methods  --runs runs/comparison
     python -m benchmarks.comparison papers   --runs runs/comparison
+    python -m benchmarks.comparison schemes  --runs runs/comparison
 
 Each run is a ``natgrad train`` of its own, one thread, two at a time. A run that is
 done is not trained again and one that was interrupted is resumed, so the script can be
@@ -14,6 +15,8 @@ below them.
   full against diagonal BN, stale against fresh statistics (Osawa et al. 2020), inverse
   against eigendecomposition at three batch sizes (Pauloski et al. 2020, Table I), and
   sub-sampled statistics.
+- ``schemes``: parts of Osawa et al.'s training scheme on digits, three seeds: the two
+  readings of running mixup, and the damping of batch norm (rho).
 """
 
 from __future__ import annotations
@@ -130,9 +133,34 @@ PAPERS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def paper_jobs() -> Iterator[Job]:
+ERASED = ("digits-spngd", "--epochs", "24", "--data.erasing", "0.5")
+MIXED = (*ERASED, "--data.mixup", "0.4")
+SCHEMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "SP-NGD on digits, 24 epochs, erasing: running mixup": {
+        "none": ERASED,
+        "one lambda a step": (*MIXED, "--data.mixup-kind", "step"),
+        "one lambda an image": (*MIXED, "--data.mixup-kind", "image"),
+    },
+    "SP-NGD on digits, 24 epochs, erasing, mixup by image: damping of batch norm": {
+        "rho 1": (*MIXED, "--data.mixup-kind", "image"),
+        "rho 16": (
+            *(*MIXED, "--data.mixup-kind", "image"),
+            *("--curvature.norm-damping-ratio", "16"),
+        ),
+    },
+}
+
+
+def scheme_jobs() -> Iterator[Job]:
+    """Every part of a scheme with every seed."""
+    return paper_jobs(SCHEMES)
+
+
+def paper_jobs(
+    groups: dict[str, dict[str, tuple[str, ...]]] = PAPERS,
+) -> Iterator[Job]:
     """Every ablation with every seed."""
-    for group, rows in PAPERS.items():
+    for group, rows in groups.items():
         for row, command in rows.items():
             for seed in SEEDS:
                 slug = "-".join(command).replace("--", "").replace(".", "-")
@@ -142,6 +170,9 @@ def paper_jobs() -> Iterator[Job]:
                     name=f"{slug}-seed{seed}",
                     command=(*command, "--seed", str(seed)),
                 )
+
+
+JOBS = {"methods": method_jobs, "papers": paper_jobs, "schemes": scheme_jobs}
 
 
 def run(job: Job, folder: Path) -> None:
@@ -256,13 +287,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("methods", "papers"))
+    parser.add_argument("what", choices=tuple(JOBS))
     parser.add_argument("--runs", type=Path, default=Path("runs/comparison"))
     parser.add_argument("--parallel", type=int, default=2)
     chosen = parser.parse_args()
     chosen.runs.mkdir(parents=True, exist_ok=True)
     methods = chosen.what == "methods"
-    jobs = [*(method_jobs() if methods else paper_jobs())]
+    jobs = [*JOBS[chosen.what]()]
     with ThreadPoolExecutor(chosen.parallel) as pool:
         list(pool.map(lambda job: run(job, chosen.runs), jobs))
     notes = [

@@ -16,7 +16,7 @@ from natgrad.layers.split import GroupList, groups
 from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
-from natgrad.presets import SOAP, Muon, Shampoo
+from natgrad.presets import SOAP, Muon, Shampoo, create
 from natgrad.quadratic.options import AutoDamping
 from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.ekfac import EKFAC
@@ -79,6 +79,7 @@ __all__ = [
     "Rule",
     "Scheduled",
     "Shampoo",
+    "create",
     "groups",
     "hybrid",
     "plan",

@@ -1,12 +1,17 @@
 """Optimizers that people search by name: `SPNGD` with other options."""
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
-from natgrad.factors.refresh import Every
-from natgrad.layers.split import groups
-from natgrad.options import Options
+from natgrad import options as o
+from natgrad.factors.refresh import Every, Refresh
+from natgrad.layers.split import groups as usual_groups
+from natgrad.options import NOT_GIVEN, NotGiven, Options
+from natgrad.plan import Strategy
+from natgrad.polar import Polar
 from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.kronecker import Kronecker
@@ -14,6 +19,7 @@ from natgrad.rules.lengths import Free
 from natgrad.rules.motion import AverageGradients, Decoupled
 from natgrad.rules.muon_length import MuonLength
 from natgrad.rules.orthogonal import Orthogonal
+from natgrad.rules.rule import Rule
 from natgrad.spngd import SPNGD
 
 
@@ -23,7 +29,7 @@ class _Preset(SPNGD):
     finds_rates: ClassVar[bool] = False
 
     def _usual_groups(self, model: nn.Module, options: Options) -> list[dict[str, Any]]:
-        return groups(model, options.rule)
+        return usual_groups(model, options.rule)
 
 
 class Muon(_Preset):
@@ -132,3 +138,62 @@ class Shampoo(_Preset):
         strategy="spngd",
     )
     """The options that hold unless others are given."""
+
+
+NAMES: dict[str, type[SPNGD]] = {
+    kind.__name__.lower(): kind for kind in (Polar, SPNGD, Muon, SOAP, Shampoo)
+}
+"""What `create` knows."""
+
+
+def create(
+    name: str,
+    model: nn.Module,
+    groups: Iterable[dict[str, Any]] | None = None,
+    *,
+    lr: float | o.Auto | NotGiven = NOT_GIVEN,
+    momentum: float | o.Auto | NotGiven = NOT_GIVEN,
+    weight_decay: float | NotGiven = NOT_GIVEN,
+    rule: Rule | NotGiven = NOT_GIVEN,
+    damping: o.Damping | o.AutoDamping | o.Auto | NotGiven = NOT_GIVEN,
+    refresh: Refresh | NotGiven = NOT_GIVEN,
+    loss: o.Loss | NotGiven = NOT_GIVEN,
+    strategy: str | Strategy | NotGiven = NOT_GIVEN,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    options: Options | NotGiven = NOT_GIVEN,
+) -> SPNGD:
+    """An optimizer by its name, for scripts that read it from a configuration. ::
+
+        optimizer = natgrad.create("polar", model, lr=0.03)
+
+    Args:
+        name: ``"polar"``, ``"spngd"``, ``"muon"``, ``"soap"`` or ``"shampoo"``, in
+            upper or lower case.
+        model: the network, as for the class of that name.
+        groups: parameter groups, as for the class; so are all other arguments. What is
+            not given is the class's default.
+
+    Returns:
+        ``natgrad.Polar(model, ...)`` for ``"polar"``, and so on.
+    """
+    kind = NAMES.get(name.lower())
+    if kind is None:
+        legal = ", ".join(map(repr, NAMES))
+        raise ValueError(
+            f"Invalid name={name!r}. Must be one of {legal}. K-FAC has no name here: "
+            "natgrad.KFAC(model, optimizer) is added to an optimizer that you have."
+        )
+    return kind(
+        model,
+        groups,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        rule=rule,
+        damping=damping,
+        refresh=refresh,
+        loss=loss,
+        strategy=strategy,
+        grad_scaler=grad_scaler,
+        options=options,
+    )

@@ -2,12 +2,14 @@
 
     python -m tests.faults.soak            # the next pieces, until all are done
     python -m tests.faults.soak --for 8    # no new piece after 8 minutes
+    python -m tests.faults.soak --again    # also pieces that were run with other code
     python -m tests.faults.soak --report   # write benchmarks/results/soak.md
 
-Each piece appends a line to ``runs/soak.jsonl``: what was injected, how many runs were
-lost, how many ranks diverged, and with which code: git's digests of ``src`` and
-``lab/src``. A piece that is there for the code as it is now is not run again; one of
-other code, or of code that was not committed, does not count.
+Each piece appends a line to ``benchmarks/results/soak.jsonl``: what was injected, how
+many runs were lost, how many ranks diverged, and with which code: the commit, and git's
+digests of ``src`` and ``lab/src``. The page names the commits of each row, so that runs
+of several days add up and nobody takes them for one. A piece that is run again replaces
+what was there; one of code that was not committed does not count.
 """
 
 import argparse
@@ -23,12 +25,13 @@ from pathlib import Path
 
 import torch
 from tests.faults.agent import preload
+from tests.faults.cells import CELLS
 from tests.faults.launch import ROOT
 from tests.faults.left import SLOPE
 from tests.faults.parts import PARTS, Result
 
-RESULTS = Path("runs/soak.jsonl")
-REPORT = Path("benchmarks/results/soak.md")
+RESULTS = Path("benchmarks/results/soak.jsonl")
+REPORT = RESULTS.with_suffix(".md")
 WORDS = {
     "numbers": "NaN, Inf in batch, activation, gradient, statistic, inverse; 2 ranks, "
     "SPNGD, KFAC under DDP, the same in float16 with GradScaler",
@@ -44,33 +47,53 @@ WORDS = {
 }
 
 
-def done(digest: str) -> list[Result]:
-    """What was run so far with this code, each piece once."""
+def done(digest: str | None = None) -> list[Result]:
+    """The last result of each piece; given a digest, only those of that code.
+
+    A line may be of several pieces, and then has their sums.
+    """
     if not RESULTS.is_file():
         return []
-    found = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    own = {(r["part"], r["piece"]): r for r in found if r.get("digest") == digest}
-    return [r for r in own.values() if r["piece"] < PARTS[r["part"]][1]]
+    last: dict[tuple[str, int], Result] = {}
+    for line in RESULTS.read_text().splitlines():
+        result = json.loads(line)
+        if result["digest"] if digest is None else result["digest"] == digest:
+            for piece in result["pieces"]:
+                last[result["part"], piece] = result
+    known = [r for (part, piece), r in last.items() if piece < PARTS[part][1]]
+    # a sum cannot be split: if a piece of it was run again, the others must be as well
+    return [
+        r
+        for r in {id(r): r for r in known}.values()
+        if all(last[r["part"], piece] is r for piece in r["pieces"])
+    ]
 
 
-def run_pieces(minutes: float, only: list[str]) -> None:
+def left(results: list[Result]) -> dict[str, list[int]]:
+    """Pieces without a result, by part."""
+    known = {(r["part"], piece) for r in results for piece in r["pieces"]}
+    return {
+        part: [n for n in range(pieces) if (part, n) not in known]
+        for part, (_, pieces) in PARTS.items()
+    }
+
+
+def run_pieces(minutes: float, only: list[str], again: bool = False) -> None:
     """Every piece that is not done, until the time is over."""
     end = time.monotonic() + 60 * minutes
-    known = {(r["part"], r["piece"]) for r in done(code())}
-    for part, (function, pieces) in PARTS.items():
-        for piece in range(pieces):
-            if (part, piece) in known or (only and part not in only):
-                continue
+    require_committed()
+    for part, pieces in left(done(code() if again else None)).items():
+        for piece in pieces if not only or part in only else ():
             if time.monotonic() > end:
                 return
             require_committed()
-            run_piece(part, piece, function)
+            run_piece(part, piece, PARTS[part][0])
 
 
 def run_piece(part: str, piece: int, function: Callable[[int], Result]) -> None:
     """One piece, kept with the code that it was run with."""
     began, digest, commit = time.monotonic(), code(), _git("rev-parse", "HEAD")[:9]
-    result: Result = {"part": part, "piece": piece}
+    result: Result = {"part": part, "pieces": [piece]}
     try:
         result |= function(piece)
     except Exception as error:  # the other pieces are still to be run
@@ -80,7 +103,6 @@ def run_piece(part: str, piece: int, function: Callable[[int], Result]) -> None:
     result["digest"] = digest if digest == code() else ""
     result["commit"] = commit
     result["seconds"] = round(time.monotonic() - began, 1)
-    RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a") as file:
         file.write(json.dumps(result) + "\n")
     print(json.dumps(result), flush=True)
@@ -105,17 +127,17 @@ def _git(*words: str) -> str:
 
 
 def report() -> str:
-    """The results of the code as it is now, as a page."""
-    digest = code()
-    results = done(digest)
+    """All results, as a page."""
+    results = done()
     lines = [
         "# Soak: faults, a long run, random arguments",
         "",
         "From `make soak` (`tests/faults/soak.py`, which says what each part does). "
-        f"torch {torch.__version__.split('+')[0]}, gloo, one machine with two cores.",
+        f"torch {torch.__version__.split('+')[0]}, gloo, one machine with two cores. "
+        "Each row names the commits that it was run on.",
         "",
-        "| faults | injected | runs lost | ranks or curves that diverged |",
-        "|---|---|---|---|",
+        "| faults | injected | runs lost | ranks or curves that diverged | on |",
+        "|---|---|---|---|---|",
     ]
     total = Counter[str]()
     for part, words in WORDS.items():
@@ -123,25 +145,38 @@ def report() -> str:
         sums = {k: sum(r[k] for r in mine) for k in ("faults", "lost", "diverged")}
         total.update(sums)
         if mine:
-            lines.append(
-                f"| {words} | {sums['faults']} | {sums['lost']} | {sums['diverged']} |"
-            )
-    lines.append(f"| all | {total['faults']} | {total['lost']} | {total['diverged']} |")
+            numbers = " | ".join(str(n) for n in sums.values())
+            lines.append(f"| {words} | {numbers} | {_commits(mine)} |")
+    lines.append(
+        f"| all | {total['faults']} | {total['lost']} | {total['diverged']} | |"
+    )
     lines += ["", *_kind_words(results)]
     lines += [*_long_words(results), *_random_words(results)]
-    lines += _open_words(results, digest)
+    lines += _open_words(results)
     return "\n".join(lines) + "\n"
+
+
+def _commits(results: list[Result]) -> str:
+    """Which code they are of, with the number of pieces if there are several."""
+    met = Counter[str]()
+    for r in results:
+        met[r["commit"]] += len(r["pieces"])
+    if len(met) == 1:
+        return next(iter(met))
+    return ", ".join(f"{commit} ({n} pieces)" for commit, n in met.items())
 
 
 def _kind_words(results: list[Result]) -> list[str]:
     """How often each kind was met by ranks of the library, and the longest wait."""
-    mine = [r for r in results if r["part"] == "cells" and "cell" in r]
+    mine = [r for r in results if r["part"] == "cells" and "kinds" in r]
     if not mine:
         return []
-    met = Counter(kind for r in mine for kind in r["kinds"])
-    lost = Counter(kind for r in mine for kind in r["lost kinds"])
+    met, lost = Counter[str](), Counter[str]()
+    for r in mine:
+        met.update(r["kinds"])
+        lost.update(r["lost kinds"])
     waits = {k: max(r["slowest"].get(k, 0.0) for r in mine) for k in met}
-    ways = len({tuple(r["cell"][:3]) for r in mine})
+    ways = len({piece % len(CELLS) for r in mine for piece in r["pieces"]})
     unnamed = sum(r["unnamed"] for r in mine)
     told = {kind: f"{wait:.1f}" if wait else "" for kind, wait in waits.items()}
     rows = [f"| {k} | {met[k]} | {lost[k]} | {told[k]} |" for k in sorted(met)]
@@ -162,22 +197,18 @@ def _kind_words(results: list[Result]) -> list[str]:
     ]
 
 
-def _open_words(results: list[Result], digest: str) -> list[str]:
-    """Of which code this page is, and what it does not show."""
+def _open_words(results: list[Result]) -> list[str]:
+    """What this page does not show."""
     words: list[str] = []
-    known = Counter(r["part"] for r in results)
-    left = {part: n - known[part] for part, (_, n) in PARTS.items() if n > known[part]}
-    if left:
-        listed = ", ".join(f"{part} ({n})" for part, n in left.items())
+    missing = {part: len(pieces) for part, pieces in left(results).items() if pieces}
+    if missing:
+        listed = ", ".join(f"{part} ({n})" for part, n in missing.items())
         words += ["", f"**Incomplete.** Pieces that were not run: {listed}."]
-    commits = ", ".join(sorted({r["commit"] for r in results})) or "none"
-    minutes = sum(r["seconds"] for r in results) / 60
-    return [
-        *words,
-        "",
-        f"All with the same code: `git rev-parse HEAD:src HEAD:lab/src` begin with "
-        f"{digest}, at the commits {commits}. {minutes:.0f} minutes in all.",
-    ]
+    summed = [r["part"] for r in results if "from" in r]
+    if summed:
+        note = "only their sums were kept, not the lines of single pieces"
+        words += ["", f"Of {', '.join(summed)}: {note}."]
+    return words
 
 
 def _long_words(results: list[Result]) -> list[str]:
@@ -194,7 +225,7 @@ def _long_words(results: list[Result]) -> list[str]:
                 f"{r['before']['processes']} and {r['after']['processes']}; "
                 f"{r['hooks']} hooks of any kind left on modules, parameters and the "
                 f"optimizer. More than {SLOPE:g} MB in 10,000 steps, or any growth of "
-                "the others, would count as lost.",
+                f"the others, would count as lost. On {r['commit']}.",
                 "",
             ]
     return words
@@ -212,7 +243,7 @@ def _random_words(results: list[Result]) -> list[str]:
             words.append(
                 f"- {tried:,} random {what}: {works:,} accepted and working, "
                 f"{tried - works:,} refused with a message that names what is wrong, "
-                "0 else."
+                f"0 else. On {_commits(mine)}."
             )
     return words
 
@@ -222,16 +253,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--for", dest="minutes", type=float, default=1e9)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--report", action="store_true")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if not asked.report:
         preload()
-        run_pieces(asked.minutes, asked.only)
-    require_committed()
-    results = done(code())
-    missing = sum(pieces for _, pieces in PARTS.values()) - len(results)
+        run_pieces(asked.minutes, asked.only, asked.again)
+    results = done()
+    missing = sum(len(pieces) for pieces in left(results).values())
     REPORT.write_text(report())
     print(f"{REPORT} is written; {missing} pieces are still to be run.")
     return int(any(r["lost"] or r["diverged"] for r in results))

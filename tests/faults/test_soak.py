@@ -18,8 +18,8 @@ from natgrad.plan.strategies import STRATEGIES
 
 def entry(part: str, piece: int, digest: str, lost: int = 0) -> str:
     numbers = {"faults": 7, "lost": lost, "diverged": 0, "seconds": 1.0}
-    names = {"part": part, "piece": piece, "digest": digest, "commit": f"of-{digest}"}
-    return json.dumps({**names, **numbers})
+    names = {"part": part, "pieces": [piece], "digest": digest}
+    return json.dumps({**names, "commit": f"of-{digest}", **numbers})
 
 
 @pytest.fixture
@@ -33,12 +33,23 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_only_pieces_of_this_code_count(results: Path) -> None:
-    assert [(r["part"], r["piece"]) for r in soak.done("new")] == [("killed", 1)]
+def test_pieces_of_all_commits_add_up_and_name_them(results: Path) -> None:
+    """But not what was run on files that were not committed, nor a piece that is no
+    part of the soak any more.
+    """
+    found = [(r["part"], r["pieces"], r["commit"]) for r in soak.done()]
+    assert found == [("killed", [0], "of-old"), ("killed", [1], "of-new")]
     page = soak.report()
-    assert "| all | 7 | 0 | 0 |" in page
-    assert "begin with new, at the commits of-new." in page
-    assert "killed (29), hung (4)" in page
+    assert "| 14 | 1 | 0 | of-old (1 pieces), of-new (1 pieces) |" in page
+    assert "| all | 14 | 1 | 0 | |" in page
+    assert "killed (28), hung (4)" in page
+
+
+def test_a_piece_that_was_run_again_counts_once(results: Path) -> None:
+    with results.open("a") as file:
+        file.write(entry("killed", 0, "new") + "\n")
+    assert [r["pieces"] for r in soak.done("new")] == [[1], [0]]
+    assert "| 14 | 0 | 0 | of-new |" in soak.report()
 
 
 def test_a_piece_that_breaks_is_lost_and_the_rest_goes_on(results: Path) -> None:
@@ -47,7 +58,7 @@ def test_a_piece_that_breaks_is_lost_and_the_rest_goes_on(results: Path) -> None
 
     soak.run_piece("killed", 2, breaks)
     assert soak.done("new")[-1]["error"] == "TimeoutError: ranks [2] still run"
-    assert "| all | 7 | 1 | 0 |" in soak.report()
+    assert "| all | 14 | 2 | 0 | |" in soak.report()
 
 
 def test_the_page_counts_by_kind(results: Path) -> None:
@@ -99,13 +110,26 @@ def test_some_faults_of_a_cell_leave_no_trace() -> None:
     assert result["slowest"]["raised after agreeing, lives"] < cells.PROMPT
 
 
-def test_pieces_of_other_code_are_run_anew(
-    results: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_sum_of_pieces_does_not_count_beside_one_that_was_run_again(
+    results: Path,
+) -> None:
+    both = json.loads(entry("hung", 0, "old")) | {"pieces": [0, 1]}
+    with results.open("a") as file:
+        file.write(json.dumps(both) + "\n")
+    assert soak.left(soak.done())["hung"] == [2, 3]
+    with results.open("a") as file:
+        file.write(entry("hung", 1, "new") + "\n")
+    assert soak.left(soak.done())["hung"] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("again", "known"), [(False, (0, 1)), (True, (1,))])
+def test_pieces_of_other_code_are_run_again_on_request(
+    results: Path, monkeypatch: pytest.MonkeyPatch, again: bool, known: tuple[int, ...]
 ) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(soak, "run_piece", lambda part, n, _: ran.append((part, n)))
-    soak.run_pieces(1e9, ["killed"])
-    assert ran == [("killed", n) for n in (0, *range(2, 30))]
+    soak.run_pieces(1e9, ["killed"], again)
+    assert ran == [("killed", n) for n in range(30) if n not in known]
 
 
 def test_code_that_is_not_committed_is_not_run(

@@ -45,6 +45,8 @@ def test_there_is_one_for_each_way_to_train() -> None:
         "plain_loop",
         "poisson",
         "spngd_digits",
+        "timm_style",
+        "torchtitan_style",
         "usual_places",
         "with_accelerate",
         "with_lightning",

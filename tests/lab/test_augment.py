@@ -1,6 +1,7 @@
 """Augmentation against loops over images, and its distributions."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from natgrad_lab.augment import (
     CenterCrop,
     Chain,
+    ImageMixup,
     Normalize,
     RandomCropFlip,
     RandomErasing,
@@ -238,6 +240,80 @@ def test_mixup_starts_anew_when_the_batch_changes_shape():
     mix(torch.randn(4, 2), torch.rand(4, 3))
     small = torch.randn(3, 2)
     assert torch.equal(mix(small, torch.rand(3, 3))[0], small)
+
+
+def test_image_mixup_is_the_recursion_with_a_weight_an_image():
+    mix = ImageMixup(0.4, seed=3)
+    xs = torch.randn(5, 4, 2, dtype=torch.float64)
+    ys = torch.rand(5, 4, 3, dtype=torch.float64).softmax(-1)
+    x, y = mix(xs[0], ys[0])
+    assert torch.equal(x, xs[0])
+    for t in range(1, 5):
+        lam = mix.weights(t, 4)
+        assert len(set(lam.tolist())) == 4
+        x = torch.stack([lam[i] * xs[t][i] + (1 - lam[i]) * x[i] for i in range(4)])
+        y = torch.stack([lam[i] * ys[t][i] + (1 - lam[i]) * y[i] for i in range(4)])
+        mixed, target = mix(xs[t], ys[t])
+        torch.testing.assert_close(mixed, x)
+        torch.testing.assert_close(target, y)
+
+
+@pytest.mark.parametrize("alpha", [0.4, 1.0])
+def test_image_mixup_weights_are_the_larger_half_of_beta(alpha):
+    draws = ImageMixup(alpha).weights(1, 4000)
+    assert draws.min() >= 0.5
+    folded = torch.distributions.Beta(alpha, alpha).sample((100_000,))
+    folded = torch.maximum(folded, 1 - folded)
+    assert draws.mean().item() == pytest.approx(folded.mean().item(), abs=0.01)
+    assert draws.var().item() == pytest.approx(folded.var().item(), rel=0.1)
+
+
+def test_image_mixup_erases_what_it_has_mixed_and_keeps_that():
+    erase = RandomErasing(probability=1.0)
+    mix, plain = ImageMixup(seed=1, erasing=erase), ImageMixup(seed=1)
+    batches = [(torch.rand(4, 3, 8, 8) + 1, torch.rand(4, 3)) for _ in range(2)]
+    first, _ = mix(*batches[0])
+    assert torch.equal(first[first != 0], batches[0][0][first != 0])
+    assert (first == 0).flatten(1).any(1).all()
+    second, _ = mix(*batches[1])
+    lam = plain.weights(1, 4).view(-1, 1, 1, 1).float()
+    expected = lam * batches[1][0] + (1 - lam) * first
+    kept = second != 0
+    assert not kept.all()
+    torch.testing.assert_close(second[kept], expected[kept])
+
+
+def test_image_mixup_keeps_channels_last():
+    mix = ImageMixup(erasing=RandomErasing(probability=1.0))
+    for _ in range(2):
+        x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+        mixed, _ = mix(x, torch.rand(4, 3))
+        assert mixed.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_image_mixup_on_two_ranks_is_that_on_one():
+    erase = RandomErasing(probability=0.5)
+    whole = ImageMixup(erasing=erase)
+    ranks = [ImageMixup(erasing=erase, rank=r, world=2) for r in range(2)]
+    for _ in range(3):
+        x, y = torch.randn(4, 3, 8, 8), torch.rand(4, 3)
+        parts = [ranks[r](x[2 * r :][:2], y[2 * r :][:2]) for r in range(2)]
+        expected = whole(x, y)
+        for i in range(2):
+            assert torch.equal(torch.cat([p[i] for p in parts]), expected[i])
+
+
+def test_image_mixup_resumes_exactly():
+    batches = [(torch.randn(4, 3, 8, 8), torch.rand(4, 3)) for _ in range(6)]
+    make = partial(ImageMixup, seed=1, erasing=RandomErasing())
+    straight, first, second = make(), make(), make()
+    expected = [straight(*b) for b in batches]
+    for b in batches[:3]:
+        first(*b)
+    second.load_state_dict(first.state_dict())
+    for got, want in zip([second(*b) for b in batches[3:]], expected[3:], strict=True):
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
 
 
 def test_mixup_refuses_class_numbers():

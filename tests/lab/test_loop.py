@@ -99,7 +99,12 @@ RESUMED = {
     "soap": config(optimizer=OptimizerConfig(name="soap", lr=1e-3, interval=3)),
     "shampoo": config(optimizer=OptimizerConfig(name="shampoo", lr=0.05, interval=3)),
     "kfac": config(optimizer=KFAC, batch=64, micro_batch=32),
-    "mixup": config(micro_batch=16, data=DataConfig(mixup=0.4, erasing=0.5)),
+    "mixup": config(
+        micro_batch=16, data=DataConfig(mixup=0.4, mixup_kind="step", erasing=0.5)
+    ),
+    "image": config(
+        micro_batch=16, data=DataConfig(mixup=0.4, mixup_kind="image", erasing=0.5)
+    ),
     "sampled": config(
         optimizer=KFAC, curvature=CurvatureConfig(damping=0.1, fisher="sampled")
     ),
@@ -140,7 +145,7 @@ def test_accumulation_equals_the_whole_batch(mixup: float, tmp_path: Path) -> No
     base = config(
         model=ModelConfig(name="mlp"),
         optimizer=KFAC,
-        data=DataConfig(augment=False, mixup=mixup),
+        data=DataConfig(augment=False, mixup=mixup, mixup_kind="step"),
         steps=4,
     )
     whole = start(tmp_path / "whole", base)
@@ -280,7 +285,7 @@ SHARED = {
     "sgd": config(**MLP, steps=6),
     "sgd-mixup": config(
         model=ModelConfig(name="mlp"),
-        data=DataConfig(augment=False, mixup=0.4),
+        data=DataConfig(augment=False, mixup=0.4, mixup_kind="step"),
         micro_batch=16,
         steps=6,
     ),

@@ -3,23 +3,28 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tyro
+from torch import nn
 
+import natgrad
 from natgrad import Adaptive, Every, Options, Polar
 from natgrad.plan import HardwareProfile, make_plan
 from natgrad.plan.autotune.profile import Link
 from natgrad_lab import cli
 from natgrad_lab.errors import UserError
-from natgrad_lab.simulate.asked import Asked, options_asked
+from natgrad_lab.models import build
+from natgrad_lab.simulate.asked import Asked, options_asked, rules_asked
 from natgrad_lab.simulate.memory import (
     exchange_bytes,
+    keeps_of,
     memory_by_rank,
     parse_size,
 )
-from natgrad_lab.simulate.plan_command import main
-from natgrad_lab.simulate.work import work_of
+from natgrad_lab.simulate.plan_command import PlanCommand, main
+from natgrad_lab.simulate.work import ruled_work, work_of
 
 
 def test_json_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,3 +206,56 @@ def test_polar_is_planned_with_inputs_alone(capsys: pytest.CaptureFixture[str]) 
     assert any(rank["moment_bytes"] for rank in found["ranks"])
     assert main(arguments) == 0
     assert "statistics every 5 steps" in capsys.readouterr().out
+
+
+# -- rules of groups -------------------------------------------------------------------
+
+MIXED = "--model resnet8 --world 2 --method muon --rules convolutions=soap head=adam"
+
+
+def test_a_plan_of_rules_by_group_is_the_optimizers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*MIXED.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model = build("resnet8")
+    groups = natgrad.groups(model, natgrad.Muon.defaults.rule)
+    for group in groups:
+        if group["name"] == "convolutions":
+            group["rule"] = natgrad.SOAP.defaults.rule
+    with natgrad.Muon(model, groups) as optimizer:
+        specs = [b.spec for b in optimizer.engine.blocks]
+        plan = make_plan(specs, world=2, strategy="spngd", inverse="factored")
+    assert found["digest"] == plan.digest()
+    kinds = {s["kind"] for b in found["blocks"] for s in b["statistics"]}
+    assert kinds == {"R", "L"}
+    assert found["exchanges"]["reduce_statistics"]["bytes"] == 0
+
+
+def test_a_plan_shows_groups_as_the_report_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(MIXED.split()) == 0
+    shown = capsys.readouterr().out
+    assert "parameter groups" in shown
+    assert "eigen_adam" in shown
+    work = ruled_work("resnet8", natgrad.Muon.defaults, rules_asked_for(MIXED))
+    moments = keeps_of(natgrad.Muon.defaults, work.ruled).of_blocks
+    assert moments is not None
+    model = build("resnet8")
+    convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    head = 64 * 10  # under Adam's rule, as vectors are
+    expected = sum(m.weight.numel() for m in convolutions) + head
+    assert sum(moments.values()) == expected + sum(p.numel() for p in others)
+
+
+def rules_asked_for(line: str) -> Any:
+    asked = tyro.cli(PlanCommand, args=line.split())
+    return rules_asked(asked, asked.rules)
+
+
+@pytest.mark.parametrize("pair", ["hidden", "hidden=lion", "body=muon"])
+def test_a_rule_or_group_that_is_none_is_refused(pair: str) -> None:
+    with pytest.raises(UserError, match=r"Must be group=rule.*embeddings.*shampoo"):
+        main(["--model", "resnet8", "--rules", pair])

@@ -10,7 +10,7 @@ import torch
 import natgrad
 from natgrad_lab import models
 from natgrad_lab.errors import UserError
-from natgrad_lab.recipes import FILES, RECIPES, find
+from natgrad_lab.recipes import FILES, RECIPES, find, ma2019
 from natgrad_lab.train.methods import make
 from natgrad_lab.train.options import options_of
 from natgrad_lab.train.schedules import make_scheduler
@@ -111,6 +111,7 @@ def scheme(name: str) -> dict[str, float]:
     assert (schedule.kind, schedule.couple_momentum) == ("polynomial", True)
     assert config.optimizer.decay == "rescaled"
     assert config.data.erasing == 0.5
+    assert config.data.mixup_kind == "image"  # as in the authors' code
     return {
         "mixup": config.data.mixup,
         "p": schedule.power,
@@ -241,6 +242,34 @@ def test_pauloski_on_imagenet_shows_what_is_printed_for_its_scale(
     # Figure 5's run has another interval
     assert ("76.4 % with interval 10 (Figure 5)" in found["kfac"]) == small
     assert found["sgd"] == ("76.2 % top-1 (Figure 5)" if small else "not printed")
+
+
+def test_pauloski_has_figure_5() -> None:
+    """Section VI-C1: 16 GPUs, every 10 iterations, epochs to 75.9 %."""
+    recipe = find("pauloski2020-imagenet-resnet50-kfac-x16-figure5")
+    config = recipe.config
+    other = find("pauloski2020-imagenet-resnet50-kfac-x16").config
+    assert (config.batch, config.optimizer.lr) == (512, pytest.approx(0.2))
+    assert (config.refresh.statistics, config.refresh.inverses) == (1, 10)
+    assert replace(config, refresh=other.refresh) == other
+    assert config.targets == (75.9,)
+    assert config.evaluate_every == 1
+    assert "75.9 % in epoch 43, SGD in epoch 76" in recipe.published
+
+
+def test_ma_says_what_the_paper_does_not() -> None:
+    config, text = (
+        find("ma2019-kfac-1024").config,
+        " ".join((ma2019.__doc__ or "").split()),
+    )
+    said = "The paper does not say three things"
+    assert said in text
+    assert (config.refresh.statistics, config.refresh.inverses) == (1, 10)
+    assert "inverts them every 10" in text
+    assert config.optimizer.momentum == 0.9
+    assert "its momentum is 0.9" in text
+    assert config.micro_batch == 128
+    assert "128 examples at a time" in text
 
 
 def log_grid(low: float, high: float) -> list[float]:

@@ -70,7 +70,7 @@ def test_digits_say_what_the_table_says(name: str) -> None:
     assert recipe.measured == f"{accuracy} % in {epochs} epochs (3 seeds)"
 
 
-@pytest.mark.parametrize("what", ["methods", "papers"])
+@pytest.mark.parametrize("what", ["methods", "papers", "schemes"])
 def test_the_tables_carry_the_commands_that_made_them(what: str) -> None:
     jobs = list(getattr(comparison, f"{what[:-1]}_jobs")())
     text = (RESULTS / f"comparison_{what}.md").read_text()

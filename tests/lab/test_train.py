@@ -46,6 +46,7 @@ from natgrad_lab.train.schedules import make_damping, make_refresh, make_schedul
         (DataConfig, {"label_smoothing": 1.0}, r"data\.label_smoothing=1\.0"),
         (DataConfig, {"folder": Path("x")}, r"data\.folder=.*unless data.name is text"),
         (DataConfig, {"name": "text", "mixup": 0.4}, r"data\.mixup=0\.4"),
+        (RefreshConfig, {"always_fresh": -1}, r"refresh\.always_fresh=-1.*>= 0"),
         (ModelConfig, {"width": 0}, r"model\.width=0"),
     ],
 )
@@ -140,6 +141,20 @@ def test_every_refresh_rule_is_the_one_asked_for() -> None:
     assert made("budget").overhead == 0.2
     for kind in ("staircase", "late"):
         assert (made(kind).rule, made(kind).steps_per_epoch) == (kind, 10)
+
+
+@pytest.mark.parametrize("kind", ["staircase", "late"])
+def test_a_short_run_can_leave_the_always_fresh_phase(kind: Any) -> None:
+    def intervals(**settings: Any) -> set[int]:
+        asked = RefreshConfig(kind=kind, **settings)
+        rule = make_refresh(
+            TrainConfig(refresh=asked, batch=100), 1000, natgrad.Every()
+        )
+        timing: Any = None
+        return {rule.after_statistic(t, timing) - t for t in range(200)}
+
+    assert intervals() == {1}
+    assert intervals(always_fresh=20) >= {1, 20 if kind == "late" else 16}
 
 
 # Folders, records, checkpoints

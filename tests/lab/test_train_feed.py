@@ -19,7 +19,9 @@ CUTS = [(1, 16), (2, 32), (2, 8), (4, 16), (4, 4)]
 
 def feeds(ranks: int, micro: int) -> list[Feed]:
     """The feeds of all ranks, without augmentation: it is drawn for each forward."""
-    settings = DataConfig(augment=False, mixup=0.4, label_smoothing=0.1)
+    settings = DataConfig(
+        augment=False, mixup=0.4, mixup_kind="step", label_smoothing=0.1
+    )
     config = TrainConfig(batch=BATCH, micro_batch=micro, data=settings)
     digits = data.load("digits")
     worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
@@ -109,3 +111,61 @@ def test_a_checkpoint_before_the_first_step_has_no_virtual_batch() -> None:
     second.load_state_dict(first.state_dict())
     assert torch.equal(second.next()[0], first.next()[0])
     close([first, second])
+
+
+def by_image(ranks: int, micro: int) -> list[Feed]:
+    settings = DataConfig(augment=False, mixup=0.4, mixup_kind="image", erasing=0.5)
+    config = TrainConfig(batch=BATCH, micro_batch=micro, data=settings)
+    digits = data.load("digits")
+    worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
+    return [Feed(digits, config, world, micro=micro) for world in worlds]
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(2, 16), (4, 8)])
+def test_mixing_by_image_does_not_depend_on_the_ranks(ranks: int, micro: int) -> None:
+    """A forward of all ranks has 32 images, on however many ranks."""
+    whole, cut = by_image(1, 32), by_image(ranks, micro)
+    for _ in range(STEPS):
+        expected, found = joined(step(whole, 32)), joined(step(cut, micro))
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+    close(whole + cut)
+
+
+def test_mixing_by_image_keeps_one_forward() -> None:
+    (feed,) = by_image(1, 16)
+    step([feed], 16)
+    assert len(feed.state_dict()["mixup"]["inputs"].local) == 16
+    close([feed])
+
+
+def test_mixing_by_image_goes_on_with_other_ranks() -> None:
+    """The same images a forward: to the last bit. Others: the first is not mixed."""
+    (first,) = by_image(1, 32)
+    step([first], 32)
+    saved = checkpoint([first])
+    for ranks, micro, same in ((2, 16, True), (1, 64, False)):
+        again = by_image(ranks, micro)
+        for feed in again:
+            feed.load_state_dict(saved)
+        _, targets = joined(step(again, micro))
+        mixed = ((targets > 0) & (targets < 1)).any(1)
+        assert bool(mixed[: micro * ranks].any()) is same
+        close(again)
+    close([first])
+
+
+def test_erasing_by_image_is_after_mixing() -> None:
+    """Nothing is erased twice: the loader leaves it to the mixup."""
+    (feed,) = by_image(1, BATCH)
+    inputs, _ = feed.next()
+    plain = Feed(
+        data.load("digits"),
+        TrainConfig(batch=BATCH, data=DataConfig(augment=False)),
+        World(),
+        micro=BATCH,
+    )
+    whole, _ = plain.next()
+    differs = (inputs != whole).flatten(1).any(1)
+    assert 16 < int(differs.sum()) < 48
+    close([feed, plain])

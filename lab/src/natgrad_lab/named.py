@@ -9,6 +9,7 @@ from typing import Any
 
 from natgrad import (
     EKFAC,
+    SOAP,
     Adam,
     Adaptive,
     AverageGradients,
@@ -21,12 +22,15 @@ from natgrad import (
     KLClip,
     Kronecker,
     LayerTrust,
+    Muon,
     MuonLength,
+    Options,
     Orthogonal,
     Paced,
     Plain,
     Refresh,
     Rescaled,
+    Shampoo,
 )
 from natgrad_lab.errors import UserError
 
@@ -34,6 +38,11 @@ Kinds = Mapping[str, Any]
 
 RULES: Kinds = {kind.name: kind for kind in (Kronecker, EKFAC, EigenAdam, Orthogonal)}
 FALLBACKS: Kinds = {kind.name: kind for kind in (Plain, Adam)}
+PRESETS: Mapping[str, Options] = {
+    "muon": Muon.defaults,
+    "soap": SOAP.defaults,
+    "shampoo": Shampoo.defaults,
+}
 LENGTHS: Kinds = {
     "free": Free,
     "kl_clip": KLClip,

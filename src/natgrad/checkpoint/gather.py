@@ -14,7 +14,7 @@ from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
 from natgrad.math.inverse import Inverse
 from natgrad.plan import Plan
-from natgrad.plan.spec import StatisticSpec
+from natgrad.plan.cost import inverse_shapes
 from natgrad.rules.lengths import References
 from natgrad.rules.moments import Moment, Moments, moment_shape
 
@@ -162,14 +162,6 @@ def _held(
     agreed: list[float] = comm.agree(like.new_tensor(said)).tolist()
     numbers = [round(x) for x in agreed]
     return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
-
-
-def inverse_shapes(spec: StatisticSpec, eigen: bool) -> list[tuple[int, ...]]:
-    """Of the tensors of an inverse: ``(X^-1,)``, or ``(Q, v)`` if it is ``eigen``."""
-    diagonal = spec.diagonal
-    values = (spec.stack, spec.size)
-    dense = values if diagonal else (*values, spec.size)
-    return [(0,) if diagonal else dense, values] if eigen else [dense]
 
 
 def _share_inverse(s: StatisticState, share: Share, eigen: bool) -> Inverse:

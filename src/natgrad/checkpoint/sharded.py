@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from natgrad.checkpoint.gather import inverse_shapes, parts_kept
+from natgrad.checkpoint.gather import parts_kept
 from natgrad.distributed.shards import as_parameter, part_here
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
 from natgrad.math.shards import is_shard, local
+from natgrad.plan.cost import inverse_shapes
 from natgrad.rules.lengths import has_reference
 
 if TYPE_CHECKING:

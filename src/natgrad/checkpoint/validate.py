@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from natgrad.checkpoint.gather import inverse_shapes, parts_kept
+from natgrad.checkpoint.gather import parts_kept
 from natgrad.factors.budget import Books, Cost
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import require_part, require_version
+from natgrad.plan.cost import inverse_shapes
 
 if TYPE_CHECKING:
     from natgrad.engine.machinery import Machinery

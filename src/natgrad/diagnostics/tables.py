@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from natgrad.diagnostics.groups import group_rows, labelled
 from natgrad.factors.pace import described, rates, refresh_seconds
 from natgrad.layers import Block
 from natgrad.rules.fallbacks import Adam
-from natgrad.rules.rule import Rule
 
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
@@ -20,40 +20,24 @@ UNSEEN = "used without statistics: no forward and backward of it as a layer was 
 def registration_table(engine: "Engine") -> str:
     """Every parameter: its block kind, factor sizes and bytes, or why it has none.
 
+    And every parameter group: rule, matrices, factors, owners and cost.
+
     It tells of the model as it is now: of layers that were added, replaced, frozen or
     never called as layers since.
     """
     block_of = {id(p): b for b in engine.blocks for p in b.parameters}
     named = list(engine.model.named_parameters())
     rows = [_row(engine, name, p, block_of.get(id(p))) for name, p in named]
-    lines = [_table([HEADER, *rows]), *_summary(engine, named), *_rules(engine)]
+    lines = [_table([HEADER, *rows]), *_summary(engine, named), "", _groups(engine)]
     return "\n".join(lines)
 
 
-def _rules(engine: "Engine") -> list[str]:
-    """Of each rule: what is one matrix and what is many, its factors, owners, cost."""
-    by_rule: dict[Rule, list[Block]] = {}
-    for block in (b for b in engine.blocks if not b.is_foreign):
-        by_rule.setdefault(block.rule, []).append(block)
-    plan, invert = engine.plan, engine.statistics.cost.invert
-    lines: list[str] = []
-    for rule, blocks in by_rule.items():
-        specs = [s for b in blocks for s in b.spec.statistics]
-        single = sum(b.kind is not None and b.spec.stack == 1 for b in blocks)
-        many = [b.spec.stack for b in blocks if b.spec.stack > 1]
-        parts = [f"{len(blocks) - single - len(many)} without a matrix"]
-        parts += [f"{single} of one matrix"] * bool(single)
-        parts += [f"{len(many)} of many ({sum(many)})"] * bool(many)
-        kinds = ", ".join(dict.fromkeys(s.kind for s in specs)) or "none"
-        ranks = sorted({rank for b in blocks for rank in plan.workers[b.name]})
-        owners = sorted({plan.owners[s.name] for s in specs})
-        lines.append(
-            f"{rule.name}: {len(blocks)} blocks ({'; '.join(parts)}), factors {kinds}"
-            + (f" owned by ranks {owners}" if specs else "")
-            + f", worked on by ranks {ranks}"
-            + (f", {sum(map(invert, specs)):.2g} s to refresh." if specs else ".")
-        )
-    return lines
+def _groups(engine: "Engine") -> str:
+    """Of each parameter group: matrices, rule, factors, owners and cost."""
+    host = engine.optimizer
+    blocks = labelled(engine.blocks, host.param_groups if host is not None else ())
+    cost, itemsize = engine.statistics.cost, engine.like.element_size()
+    return _table(group_rows(blocks, engine.plan, cost, itemsize))
 
 
 def _summary(engine: "Engine", named: list[tuple[str, nn.Parameter]]) -> list[str]:

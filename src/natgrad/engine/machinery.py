@@ -65,7 +65,7 @@ class Machinery(ABC):
         agrees_on_overflow: bool = False,
         follows_ddp: bool = False,
     ) -> None:
-        self.options = options
+        self.options, self.optimizer = options, optimizer
         group = options.group
         self.skipped_steps = 0
         self.closed = False

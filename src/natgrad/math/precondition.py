@@ -38,12 +38,17 @@ def descending(gradient: Tensor, update: Tensor, blocks: int = 1) -> Tensor:
     up to rounding: it is noise then, of either sign. Decided without synchronisation,
     and alike wherever the tensors are.
     """
-    g, u = gradient.reshape(blocks, -1), update.reshape(blocks, -1)
-    product = torch.linalg.vecdot(g, u)
-    lengths = torch.linalg.vector_norm(g, dim=1) * torch.linalg.vector_norm(u, dim=1)
-    noise = RIGHT_ANGLE * torch.finfo(g.dtype).eps * lengths
-    good = ((product > noise) & product.isfinite()).unsqueeze(1)
-    return torch.where(good, u, g).reshape(update.shape)
+    if len(update) != blocks:
+        g, u = gradient.reshape(blocks, 1, -1), update.reshape(blocks, 1, -1)
+        return descending(g, u, blocks).reshape(update.shape)
+    each = (1, 2)
+    product = (gradient * update).sum(each, keepdim=True)
+    norms = [
+        torch.linalg.vector_norm(x, dim=each, keepdim=True) for x in (gradient, update)
+    ]
+    noise = norms[0] * norms[1] * (RIGHT_ANGLE * torch.finfo(update.dtype).eps)
+    # False for a product that is not finite: the norms are not either then.
+    return torch.where(product > noise, update, gradient)
 
 
 def kl_scale(inner_product: Tensor, kl_clip: float, lr: float) -> Tensor:

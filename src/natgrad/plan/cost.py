@@ -41,7 +41,8 @@ class CostModel:
         element: Seconds per element of a diagonal.
         flop: Seconds per floating-point operation of a matrix product.
         flops: The same by size, where it was measured; see `rate_at`.
-        scale: The rule that preconditions, as in `natgrad.options.Curvature`.
+        scale: The name of the rule that preconditions.
+        scales: The same of blocks with rules of their own, by block name.
         measured: Seconds by statistic name; statistics missing here are modelled.
             Must be the same on all ranks: the plan follows from it.
     """
@@ -57,6 +58,7 @@ class CostModel:
     flop: float = 2e-11
     flops: Rates = ()
     scale: str = "kronecker"
+    scales: Mapping[str, str] = field(default_factory=dict[str, str])
     measured: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
@@ -82,9 +84,11 @@ class CostModel:
     def precondition(self, block: BlockSpec) -> float:
         """Seconds to apply a block's inverses to its gradient once."""
         if not block.statistics:
-            return 0.0
+            bare = self.scales.get(block.name) == "orthogonal"
+            return self.call + self._polar(block) if bare else 0.0
+        scale = self.scales.get(block.name, self.scale)
         factors = all(s.is_factor or s.kind == "S" for s in block.statistics)
-        polar = factors and self.scale == "orthogonal"
+        polar = factors and scale == "orthogonal"
         # Into the eigenbasis and out again, or whitened and back: twice the products
         # of a dense inverse.
         passes = 2 if self.inverse == "eigen" or polar else 1
@@ -144,3 +148,11 @@ def keeps_basis(spec: StatisticSpec, inverse: str) -> bool:
     """Whether an inverse is kept as eigenvectors and eigenvalues."""
     eigen = check_inverse(inverse) == "eigen" if spec.eigen is None else spec.eigen
     return eigen and spec.is_factor and not spec.diagonal
+
+
+def inverse_shapes(spec: StatisticSpec, eigen: bool) -> list[tuple[int, ...]]:
+    """Of the tensors of an inverse: ``(X^-1,)``, or ``(Q, v)`` if it is ``eigen``."""
+    diagonal = spec.diagonal
+    values = (spec.stack, spec.size)
+    dense = values if diagonal else (*values, spec.size)
+    return [(0,) if diagonal else dense, values] if eigen else [dense]

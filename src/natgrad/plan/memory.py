@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,8 @@ class Keeps:
         changes: Whether averages are kept in any case, to see how they change (Budget).
         history: Damped inverses kept to judge staleness by: 2 with Adaptive.
         moments, rest_moments: Whether blocks with A or G, and parameters without
-            statistics, have second moments (``scale`` and ``rest`` "adaptive").
+            statistics, have second moments (rule and fallback that adapt).
+        of_blocks: Elements of second moments by block name, if rules differ.
     """
 
     decay: float = 0.95
@@ -36,6 +37,7 @@ class Keeps:
     history: int = 0
     moments: bool = False
     rest_moments: bool = False
+    of_blocks: Mapping[str, int] | None = None
 
     def averages(self, spec: StatisticSpec) -> bool:
         """Whether the owner has an average between steps. An S is used at once."""
@@ -43,11 +45,14 @@ class Keeps:
             return True
         return self.waits and spec.kind != "S"
 
-    def has_moment(self, block: BlockSpec) -> bool:
-        """Whether the block's workers have a second moment of its gradient."""
-        if not block.statistics:
-            return self.rest_moments
-        return self.moments and {s.kind for s in block.statistics} <= FACTORS
+    def moment(self, block: BlockSpec) -> int:
+        """Elements of the second moment that the block's workers have."""
+        if self.of_blocks is not None:
+            return self.of_blocks.get(block.name, 0)
+        has = self.rest_moments
+        if block.statistics:
+            has = self.moments and {s.kind for s in block.statistics} <= FACTORS
+        return block.elements if has else 0
 
 
 def inverse_kept(spec: StatisticSpec, inverse: str) -> int:
@@ -71,7 +76,7 @@ def memory_of(plan: Plan, keeps: Keeps) -> list[dict[str, int]]:
     groups: dict[Ranks, dict[str, int]] = {}
     for block in plan.blocks:
         _add(groups, plan.keepers(block.name), "inverses", _inverses(plan, block))
-        moment = block.elements if keeps.has_moment(block) else 0
+        moment = keeps.moment(block)
         if moment and block.elementwise and block.cuts:  # as the parameter is cut
             for rank, row in enumerate(rows):
                 row["moments"] += FLOAT_BYTES * block.held(rank)

@@ -51,7 +51,7 @@ class Preconditioner:
                 v = _joined(group, directions)
                 u = group[0].rule.apply(self._seen(group, v, directions, gradients))
                 u = u if u is v else descending(v, u, len(group))
-            parts = u.split(len(u) // len(group))
+            parts = [u] if len(group) == 1 else u.split(len(u) // len(group))
             updates.update(zip(shares, parts, strict=True))
         return updates
 

@@ -4,6 +4,7 @@ Each read waits until the device has done all that was asked of it. The bounds a
 whole step that refreshes everything; one that refreshes nothing reads once.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -114,3 +115,60 @@ def test_a_step_without_refresh_reads_once(monkeypatch: pytest.MonkeyPatch) -> N
     )
     for make in makes:
         assert reads_of(make, 3, monkeypatch)[1:3] == [1, 1]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def convolutions() -> nn.Sequential:
+    """19 convolutions of six shapes with BatchNorm, and a head: as ResNet-20."""
+    torch.manual_seed(0)
+    found: list[nn.Module] = []
+    widths = [3, *[4] * 7, *[8] * 6, *[16] * 6]
+    for before, after in itertools.pairwise(widths):
+        found += [nn.Conv2d(before, after, 3, padding=1, bias=False)]
+        found += [nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(
+        *found, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    )
+
+
+# Of a step that refreshes nothing, beyond those of torch.optim.SGD.
+OPERATIONS: dict[str, tuple[Make, int]] = {
+    "kfac": (kfac(refresh=Every(statistics=9, inverses=9), norm="skip"), 260),
+    "polar": (lambda model: Polar(model, lr=0.01, refresh=EVERY), 500),
+    "muon": (lambda model: natgrad.Muon(model, lr=0.01), 400),
+}
+
+
+def operations_of(make: Make) -> int:
+    model = convolutions()
+    optimizer = make(model)
+    found = Operations()
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(2, 3, 8, 8)), torch.tensor([1, 2])).backward()
+        found.count = 0
+        with found:
+            optimizer.step()
+    return found.count
+
+
+@pytest.mark.parametrize("rule", OPERATIONS)
+def test_a_plain_step_takes_few_operations(rule: str) -> None:
+    sgd = operations_of(
+        lambda model: torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    )
+    make, bound = OPERATIONS[rule]
+    assert operations_of(make) - sgd <= bound

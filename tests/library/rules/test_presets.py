@@ -1,5 +1,6 @@
 """Optimizers by name, the usual groups, and rules by name for `KFAC`."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -159,3 +160,40 @@ def test_a_rule_for_what_is_not_in_the_model_is_refused() -> None:
 def test_rates_that_only_a_natural_gradient_can_find_are_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"Invalid 'auto' for \w+.*use SPNGD"):
         kind(nn.Linear(3, 2), lr="auto")
+
+
+@pytest.mark.parametrize("name", ["polar", "SPNGD", "muon", "SOAP", "shampoo"])
+def test_an_optimizer_by_its_name_is_the_class(name: str) -> None:
+    kind = {k.lower(): v for k, v in vars(natgrad).items()}[name.lower()]
+    by_name, by_class = net(), net()
+    first, second = natgrad.create(name, by_name, lr=0.01), kind(by_class, lr=0.01)
+    assert type(first) is kind
+    for step in range(3):
+        for model, optimizer in ((by_name, first), (by_class, second)):
+            backward(model, step)
+            optimizer.step()
+    for p, q in zip(by_name.parameters(), by_class.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_what_is_given_to_create_reaches_the_class() -> None:
+    model = net()
+    chosen: dict[str, Any] = {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.3}
+    groups = [{"params": model.head.named_parameters()}]
+    optimizer = natgrad.create("polar", model, groups, **chosen)
+    (group,) = optimizer.param_groups
+    assert {name: group[name] for name in chosen} == chosen
+    assert len(group["params"]) == 2
+
+
+def test_create_takes_what_the_classes_take() -> None:
+    wanted = inspect.signature(SPNGD).parameters
+    found = inspect.signature(natgrad.create).parameters
+    assert ["name", *wanted] == [*found]
+    for name, parameter in wanted.items():
+        assert found[name] == parameter
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ValueError, match=r"name='kfac'.*'polar', 'spngd'.*KFAC\("):
+        natgrad.create("kfac", net())

@@ -4,7 +4,7 @@ from natgrad_lab.augment.base import Chain, Transform
 from natgrad_lab.augment.erasing import RandomErasing
 from natgrad_lab.augment.finish import Finish
 from natgrad_lab.augment.images import CenterCrop, Normalize, RandomCropFlip, crop
-from natgrad_lab.augment.mixup import RunningMixup
+from natgrad_lab.augment.mixup import ImageMixup, RunningMixup
 from natgrad_lab.augment.targets import soft_targets
 from natgrad_lab.augment.windows import (
     Cut,
@@ -19,6 +19,7 @@ __all__ = [
     "Chain",
     "Cut",
     "Finish",
+    "ImageMixup",
     "MiddleCrop",
     "Normalize",
     "RandomCropFlip",

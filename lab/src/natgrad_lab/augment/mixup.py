@@ -1,10 +1,17 @@
-"""Running mixup (Osawa et al. 2019, eq. 9-12; SP-NGD, eq. 18-20)."""
+"""Running mixup (Osawa et al. 2019, eq. 9-12; SP-NGD, eq. 18-20), read in two ways.
+
+`RunningMixup` is the equations as they are printed, `ImageMixup` what the authors'
+published code does (github.com/tyohei/chainerkfac, ``examples/imagenet/models``).
+"""
 
 import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from natgrad_lab.augment.erasing import RandomErasing
 
 Pair = tuple[Tensor, Tensor]
 
@@ -79,6 +86,72 @@ class RunningMixup:
         self._step, self._part = int(state["step"]), int(state["part"])
         pairs = zip(state["inputs"], state["targets"], strict=True)
         self._virtual = [(inputs, targets) for inputs, targets in pairs]
+
+
+class ImageMixup(RunningMixup):
+    """Mix each forward's images with the virtual images of the forward before.
+
+        x~_i(t) = lambda_i x_i(t) + (1 - lambda_i) x~_i(t-1)
+
+    with lambda_i = max(l, 1 - l), l ~ Beta(alpha, alpha) drawn for each image, so that
+    the raw image always has the larger weight. Images are erased after they are mixed,
+    and the erased ones are kept. Only one forward's images stay in memory, so the
+    result depends on how a batch is cut into forwards. The weights of a forward follow
+    from the seed and the number of forwards, for the images of all ranks together.
+
+    Args:
+        alpha: parameter of the Beta distribution.
+        seed: where the random numbers start from; the same on all ranks.
+        erasing: what is erased of the mixed images, if anything.
+        rank: this process's number.
+        world: number of processes; each has the same number of images.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.4,
+        *,
+        seed: int = 0,
+        erasing: RandomErasing | None = None,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        super().__init__(alpha, seed=seed)
+        self._erasing, self._rank, self._world = erasing, rank, world
+
+    def _mixed(self, new: Pair) -> Pair:
+        x, y = new
+        old = self._virtual[0] if self._virtual else None
+        if old is not None and _alike(old, new):
+            weights = self.weights(self._step, len(x)).to(x)
+            x = torch.lerp(old[0].to(x), x, _column(weights, x))
+            y = torch.lerp(old[1].to(y), y, _column(weights.to(y), y))
+        if self._erasing is not None:
+            x = self._erasing(x, self._uniforms(len(x), self._erasing.randoms).to(x))
+        return x, y
+
+    def weights(self, forward: int, images: int) -> Tensor:
+        """The lambda of each of this rank's images, (images,), in [1/2, 1]."""
+        draws = self._random("mix", forward).beta(
+            self.alpha, self.alpha, images * self._world
+        )
+        return torch.from_numpy(np.maximum(draws, 1 - draws)[self._own(images)])
+
+    def _uniforms(self, images: int, columns: int) -> Tensor:
+        random = self._random("erase", self._step)
+        shape = (images * self._world, columns)
+        return torch.from_numpy(random.random(shape, np.float32)[self._own(images)])
+
+    def _own(self, images: int) -> slice:
+        return slice(self._rank * images, (self._rank + 1) * images)
+
+    def _random(self, use: str, forward: int) -> np.random.Generator:
+        words = random.Random(f"{self.seed}/{use}/{forward}").getrandbits(128)
+        return np.random.default_rng(words)
+
+
+def _column(weights: Tensor, like: Tensor) -> Tensor:
+    return weights.view(-1, *[1] * (like.dim() - 1))
 
 
 def _alike(one: Pair, two: Pair) -> bool:

@@ -11,6 +11,11 @@ does not print the winners: the values here are points of that grid (of 8 by 8, 
 spread in log space), equal for all batches. Update clipping bounds the same quantity as
 the KL clip.
 
+The paper does not say three things that a run needs. Here K-FAC estimates its
+statistics at every step and inverts them every 10 (--refresh.inverses 1 inverts at
+every step), its momentum is 0.9, and a batch goes through the network 128 examples at a
+time, which is what batch norm averages over (--micro-batch).
+
 Published: not printed; Figure 2 plots the best accuracy of the grid. Not run here.
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -18,16 +18,32 @@ from natgrad import (
     Options,
     Polar,
     Refresh,
+    Rule,
 )
+from natgrad.layers.split import NAMES as GROUPS
 from natgrad_lab.errors import UserError
-from natgrad_lab.named import FALLBACKS, RULES, adaptive, changed, given, timed
-from natgrad_lab.simulate.work import Work, work_of
+from natgrad_lab.named import (
+    FALLBACKS,
+    PRESETS,
+    RULES,
+    adaptive,
+    changed,
+    given,
+    timed,
+)
+from natgrad_lab.simulate.work import Work, ruled_work, work_of
 
 METHODS: dict[str, Options] = {
     "kfac": KFAC.defaults,
     "spngd": SPNGD.defaults,
     "polar": Polar.defaults,
+    **PRESETS,
 }
+WORDS: Mapping[str, Rule] = {
+    **{name: kind() for name, kind in {**RULES, **FALLBACKS}.items()},
+    **{name: options.rule for name, options in PRESETS.items()},
+}
+"""Rules that a group may have, by name."""
 MOST_RANKS = 65_536
 """A plan of ResNet-50 for as many takes seven seconds, and more take more."""
 SPLIT = 8
@@ -143,11 +159,29 @@ def inverse_of(options: Options) -> str:
     return "eigen" if options.rule.form == "eigen" else "factored"
 
 
-def work_asked(asked: Asked, options: Options) -> Work:
-    """The model's work under this method."""
+def work_asked(
+    asked: Asked, options: Options, rules: Mapping[str, Rule] | None = None
+) -> Work:
+    """The model's work under this method, with rules of groups if there are any."""
     shape = tuple(asked.input) or None
     name = asked.import_ or asked.model
-    return work_of(name, shape=shape, **blocks_of(options))
+    if rules is None:
+        return work_of(name, shape=shape, **blocks_of(options))
+    return ruled_work(name, options, rules, shape=shape)
+
+
+def rules_asked(asked: Asked, pairs: Sequence[str]) -> dict[str, Rule] | None:
+    """Rules by the group of `natgrad.groups`; None if all follow the method's."""
+    found: dict[str, Rule] = {}
+    for pair in pairs:
+        group, _, word = pair.partition("=")
+        if group not in GROUPS or word not in WORDS:
+            raise UserError(
+                f"Invalid rules={pair!r}. Must be group=rule: a group is one of "
+                f"{', '.join(GROUPS)}, a rule one of {', '.join(WORDS)}."
+            )
+        found[group] = WORDS[word]
+    return found if found or asked.method in PRESETS else None
 
 
 def blocks_of(options: Options) -> Mapping[str, Any]:

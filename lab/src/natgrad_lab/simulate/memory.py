@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from natgrad import Options
+from natgrad.diagnostics.groups import Labelled
 from natgrad.engine.auto import intervals
 from natgrad.factors.budget import Budget
+from natgrad.layers import Block
 from natgrad.plan import Plan
 from natgrad.plan.describe import size_text
 from natgrad.plan.memory import Keeps, memory_of, momentum_of
@@ -28,8 +32,8 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def keeps_of(options: Options) -> Keeps:
-    """What a method keeps between steps."""
+def keeps_of(options: Options, ruled: Sequence[Labelled] = ()) -> Keeps:
+    """What a method keeps between steps; ``ruled`` are blocks with their own rules."""
     statistics, inverses = intervals(options.refresh)
     return Keeps(
         decay=options.factor_decay,
@@ -38,7 +42,15 @@ def keeps_of(options: Options) -> Keeps:
         history=0 if options.refresh.tolerance is None else 2,
         moments=options.rule.adapts,
         rest_moments=options.fallback.adapts,
+        of_blocks={b.name: _moment(b) for _, b in ruled} if ruled else None,
     )
+
+
+def _moment(block: Block) -> int:
+    """Elements of a block's second moment."""
+    spec = block.spec
+    shape = block.rule.moment_shape((spec.stack, spec.rows, spec.cols))
+    return math.prod(shape) if shape else 0
 
 
 def memory_by_rank(

@@ -6,11 +6,13 @@ import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import tyro
 from rich.table import Table
 
 from natgrad import Options
+from natgrad.diagnostics.groups import group_rows
 from natgrad.engine.auto import intervals
 from natgrad.plan import (
     Choice,
@@ -22,6 +24,7 @@ from natgrad.plan import (
     make_plan,
 )
 from natgrad.plan.describe import size_text
+from natgrad.plan.spec import FLOAT_BYTES
 from natgrad.plan.split import loads_of, lower_bound
 from natgrad_lab.console import show, width
 from natgrad_lab.errors import UserError
@@ -32,6 +35,7 @@ from natgrad_lab.simulate.asked import (
     inverse_of,
     options_asked,
     require_world,
+    rules_asked,
     work_asked,
 )
 from natgrad_lab.simulate.memory import (
@@ -50,6 +54,8 @@ from natgrad_lab.simulate.work import Work
 class PlanCommand(Asked):
     """Show what a run costs on each rank: memory, traffic and modelled seconds."""
 
+    method: Literal["kfac", "spngd", "polar", "muon", "soap", "shampoo"] = "kfac"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Whose options are the defaults: natgrad.KFAC, SPNGD, Polar, Muon, ..."""
     world: int = 8
     """Number of ranks."""
     strategy: str | None = None
@@ -58,6 +64,9 @@ class PlanCommand(Asked):
     """Fail if a rank needs more: 16G."""
     profile: str | None = None
     """abci, frontera, here, or a calibrated file; None: the library's constants."""
+    rules: tuple[str, ...] = ()
+    """Rules of groups: hidden=muon convolutions=soap embeddings=adam. Groups are those
+    of natgrad.groups; one that is not named has the method's rule, or Adam's."""
     json: bool = False
     """Print the plan as JSON."""
 
@@ -67,13 +76,13 @@ def main(arguments: Sequence[str]) -> int:
     asked = tyro.cli(PlanCommand, prog="natgrad plan", args=list(arguments))
     require_world(asked.world)
     options = options_asked(asked)
-    work = work_asked(asked, options)
+    work = work_asked(asked, options, rules_asked(asked, asked.rules))
     profile = find_profile(asked.profile) if asked.profile else None
     auto = asked.strategy == "auto"
     choice = _choose(asked, options, work, profile) if auto else None
     plan = plan_asked(asked, options, work, profile, choice)
     plan.check()
-    keeps, sharded = keeps_of(options), asked.method != "kfac"
+    keeps, sharded = keeps_of(options, work.ruled), asked.method != "kfac"
     rows = memory_by_rank(
         plan, work, asked.batch_per_rank, keeps=keeps, sharded=sharded
     )
@@ -86,6 +95,8 @@ def main(arguments: Sequence[str]) -> int:
         print(choice.reasons, end="\n\n")
     print(described(asked, work))
     print(plan.describe(keeps))
+    if work.ruled:
+        show(groups_table(work, plan))
     show(memory_table(rows))
     show(traffic_table(plan, *intervals(options.refresh)))
     print(textwrap.fill(left_out(work), width()))
@@ -126,7 +137,9 @@ def plan_asked(
         profile=profile,
     )
     # The library's own placement does not look at the rule; its seconds depend on it.
-    return replace(plan, cost=replace(cost, scale=options.rule.name))
+    scales = {block.name: block.rule.name for _, block in work.ruled}
+    cost = replace(cost, scale=options.rule.name, scales=scales)
+    return replace(plan, cost=cost)
 
 
 def _strategy(asked: PlanCommand) -> str | Strategy:
@@ -153,6 +166,17 @@ def _choose(
         estimate=estimate,
         placement=asked.placement,
     )
+
+
+def groups_table(work: Work, plan: Plan) -> Table:
+    """Each group as an optimizer's report has it."""
+    head, *rows = group_rows(work.ruled, plan, plan.cost, FLOAT_BYTES)
+    table = Table(title="parameter groups")
+    for name in head:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def memory_table(rows: Sequence[dict[str, int]]) -> Table:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from natgrad.layers import LayerOptions, find_blocks
+import natgrad
+from natgrad import SPNGD, Free, Options, Rule
+from natgrad.diagnostics.groups import Labelled, labelled
+from natgrad.layers import Block, LayerOptions, find_blocks
 from natgrad.math.statistics import enough_stride
 from natgrad.plan import BlockSpec, StatisticSpec
 from natgrad_lab.errors import UserError
@@ -36,7 +39,8 @@ class Layer:
     @property
     def forward_flops(self) -> float:
         """Of one example. A backward is twice that."""
-        products = any(spec.kind in ("A", "G") for spec in self.spec.statistics)
+        kinds = {spec.kind for spec in self.spec.statistics}
+        products = not kinds.isdisjoint(("A", "G")) or self.spec.rows > 1
         return 2.0 * self.positions * self.spec.elements if products else 0.0
 
     def looked_at(self, batch: int, world: int, subsample: int | None) -> float:
@@ -72,13 +76,15 @@ class Work:
     """A model as the simulation sees it.
 
     ``elements`` is one example's sum of all layers' outputs: activations to keep.
-    ``left_out`` are parameters in no block with statistics.
+    ``left_out`` are parameters in no block with statistics. ``ruled`` are blocks with
+    the names of their parameter groups, if these have rules of their own.
     """
 
     name: str
     layers: tuple[Layer, ...]
     elements: int
     left_out: tuple[str, ...]
+    ruled: tuple[Labelled, ...] = ()
 
     @property
     def specs(self) -> tuple[BlockSpec, ...]:
@@ -101,6 +107,41 @@ def work_of(
     tokens: bool = False,
 ) -> Work:
     """The work of a lab model, or of ``package.module:function`` (with ``shape``)."""
+    model, example = _on_no_device(name, shape, tokens)
+    options = LayerOptions(
+        norm=norm, sides=sides, corrected=corrected, largest_factor=largest_factor
+    )
+    return _measure(name, model, example, find_blocks(model, options))
+
+
+def ruled_work(
+    name: str,
+    options: Options,
+    rules: Mapping[str, Rule],
+    *,
+    shape: Shape | None = None,
+) -> Work:
+    """The work if the groups of `natgrad.groups` have these rules, others the options'.
+
+    Made by the optimizer itself, on no device.
+    """
+    model, example = _on_no_device(name, shape, tokens=False)
+    chosen = replace(options, lr=options.lr or 1.0, length=Free())
+    groups = natgrad.groups(model, chosen.rule)
+    for group in groups:
+        # of rest, length and average nothing depends: a plan is of rules
+        group.pop("average", None)
+        group["rule"] = rules.get(group["name"], group["rule"])
+    with SPNGD(model, groups, options=chosen) as optimizer:
+        blocks = optimizer.engine.blocks
+        ruled = labelled(blocks, optimizer.param_groups)
+    return replace(_measure(name, model, example, blocks), ruled=tuple(ruled))
+
+
+def _on_no_device(
+    name: str, shape: Shape | None, tokens: bool
+) -> tuple[nn.Module, torch.Tensor]:
+    """A model and one example of it, without data."""
     if ":" in name:
         make = _imported(name)
         if shape is None:
@@ -118,10 +159,7 @@ def work_of(
         raise UserError(
             f"{name} returned {type(model).__name__}. Must be an nn.Module."
         )
-    options = LayerOptions(
-        norm=norm, sides=sides, corrected=corrected, largest_factor=largest_factor
-    )
-    return _measure(name, model, example, options)
+    return model, example
 
 
 def _lab(name: str) -> tuple[Callable[[], nn.Module], Shape]:
@@ -150,7 +188,7 @@ def _imported(target: str) -> Callable[[], nn.Module]:
 
 
 def _measure(
-    name: str, model: nn.Module, example: torch.Tensor, options: LayerOptions
+    name: str, model: nn.Module, example: torch.Tensor, blocks: Iterable[Block]
 ) -> Work:
     positions: dict[str, int] = {}
     elements = 0
@@ -174,7 +212,7 @@ def _measure(
     for handle in handles:
         handle.remove()
     modules = dict(model.named_modules())
-    specs = [block.spec for block in find_blocks(model, options)]
+    specs = [block.spec for block in blocks]
     layers = [
         Layer(
             spec=spec,

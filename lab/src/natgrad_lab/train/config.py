@@ -16,6 +16,7 @@ SEEDS = 2**31
 SEEDS_LEGAL = f"in [0, {SEEDS})"
 """Torch's generators, numpy's and a study's storage all take these."""
 Crop = Literal["stretched", "resized"]
+MixupKind = Literal["step", "image"]
 Precision = Literal["float32", "bfloat16", "float16"]
 IMAGES = ("crop", "size", "cache", "workers")
 """Settings of images that are decoded when they are asked for."""
@@ -73,8 +74,11 @@ class DataConfig:
     augment: bool = True
     """Random crops and flips, where the data set has them."""
     mixup: float = 0.0
-    """alpha of running mixup (Osawa et al. 2019, eq. 9-12); 0 turns it off. A process
-    keeps its share of the last batch in memory, all forwards of it."""
+    """alpha of running mixup (Osawa et al. 2019, eq. 9-12); 0 turns it off."""
+    mixup_kind: MixupKind = field(default="image", metadata=LATER)
+    """image: one lambda an image, max(lambda, 1 - lambda); erased after mixing; only
+    the last forward is kept, as in the authors' code. step: one lambda a step, as it
+    is printed; erased before mixing; a process keeps its share of the last batch."""
     erasing: float = 0.0
     """Probability that a zero rectangle is put on an image (Osawa et al. 2019, 4.1)."""
     label_smoothing: float = 0.0
@@ -301,12 +305,16 @@ class RefreshConfig:
 
     kind: RefreshKind | None = None
     """every: fixed intervals. adaptive: Osawa et al. 2020, algorithms 1-2. staircase,
-    late: Osawa et al. 2019, eq. 20 and 21. budget: as much as the overhead allows.
-    None: every with an interval given, else the optimizer's default."""
+    late: Osawa et al. 2019, eq. 20 and 21, after always_fresh steps. budget: as much
+    as the overhead allows. None: every with an interval given, else the optimizer's
+    default."""
     statistics: int | None = None
     """every: steps between two estimates of a statistic."""
     inverses: int | None = None
     """every: steps between two inversions."""
+    always_fresh: int = field(default=500, metadata=LATER)
+    """staircase, late: first steps that refresh everything. A run that is shorter never
+    leaves them."""
     tolerance: float | None = None
     """adaptive: relative change below which a statistic counts as unchanged."""
     overhead: float = 0.1
@@ -320,6 +328,9 @@ class RefreshConfig:
         timed = {"statistics": self.statistics, "inverses": self.inverses}
         for name, value in timed.items():
             require(value is None or value >= 1, f"refresh.{name}", value, ">= 1")
+        require(
+            self.always_fresh >= 0, "refresh.always_fresh", self.always_fresh, ">= 0"
+        )
         tolerance = self.tolerance
         ok = tolerance is None or 0 < tolerance < 1
         require(ok, "refresh.tolerance", tolerance, "in (0, 1)")

@@ -2,7 +2,8 @@
 
 A step's batch is ordered by forward, then by rank: the first examples are what all
 ranks have in their first forward. Running mixup pairs example i of a step with example
-i of the step before, however the batch is cut into forwards and ranks.
+i of the step before, however the batch is cut into forwards and ranks; the kind that
+mixes by image pairs it with example i of the forward before.
 """
 
 import math
@@ -13,9 +14,14 @@ import torch
 from torch import Tensor
 
 from natgrad_lab import data
-from natgrad_lab.augment import RunningMixup, soft_targets
+from natgrad_lab.augment import (
+    ImageMixup,
+    RandomErasing,
+    RunningMixup,
+    soft_targets,
+)
 from natgrad_lab.data import Batch, Dataset, Loader
-from natgrad_lab.train.config import TrainConfig
+from natgrad_lab.train.config import DataConfig, TrainConfig
 from natgrad_lab.train.processes import World
 from natgrad_lab.train.tree import Rows
 
@@ -57,19 +63,14 @@ class Feed:
             batch_size=micro * world.size,
             test_batch_size=1000 if small else 64 * world.size,
             augment=config.data.augment,
-            erasing=config.data.erasing,
+            erasing=0.0 if _erases_mixed(config.data) else config.data.erasing,
             channels_last=channels_last,
             device=world.device if there else None,
             seed=config.seed,
             rank=world.rank,
             world=world.size,
         )
-        self._mixup: RunningMixup | None = None
-        if config.data.mixup:
-            forwards = config.batch // (micro * world.size)
-            self._mixup = RunningMixup(
-                config.data.mixup, seed=config.seed, parts=forwards
-            )
+        self._mixup = _mixup(config, world, config.batch // (micro * world.size))
         self._stream = _endless(self._train)
 
     def next(self) -> Batch:
@@ -119,6 +120,8 @@ class Feed:
         """This rank's parts of the virtual batch of all ranks, laid rank by rank."""
         if rows is None or self._mixup is None:
             return []
+        if len(rows) % (self._mixup.parts * self._world.size):
+            return []  # one forward's images, of other processes: begin without them
         ordered = rows.unflatten(0, (ranks, parts, -1)).transpose(0, 1).flatten(0, 2)
         own = ordered.unflatten(0, (self._mixup.parts, self._world.size, -1))
         return [self._laid_out(part) for part in own[:, self._world.rank]]
@@ -152,6 +155,24 @@ class Feed:
             inputs.to(self._device, non_blocking=True),
             labels.to(self._device, non_blocking=True),
         )
+
+
+def _erases_mixed(settings: DataConfig) -> bool:
+    """Whether images are erased after they are mixed, not as they are loaded."""
+    return bool(settings.mixup) and settings.mixup_kind == "image"
+
+
+def _mixup(config: TrainConfig, world: World, forwards: int) -> RunningMixup | None:
+    """The running mixup that a config asks for."""
+    alpha, probability = config.data.mixup, config.data.erasing
+    if not alpha:
+        return None
+    if not _erases_mixed(config.data):
+        return RunningMixup(alpha, seed=config.seed, parts=forwards)
+    erasing = RandomErasing(probability=probability) if probability else None
+    return ImageMixup(
+        alpha, seed=config.seed, erasing=erasing, rank=world.rank, world=world.size
+    )
 
 
 def _endless(loader: Loader) -> Iterator[Batch]:

@@ -125,7 +125,8 @@ def make_refresh(config: TrainConfig, examples: int, usual: Refresh) -> Refresh:
         return Budget(overhead=refresh.overhead)
     if kind in ("staircase", "late"):
         per_epoch = max(1, round(examples / config.batch))
-        return Scheduled(steps_per_epoch=per_epoch, rule=kind)
+        fresh = refresh.always_fresh
+        return Scheduled(steps_per_epoch=per_epoch, rule=kind, always_fresh=fresh)
     times = (refresh.statistics, refresh.inverses)
     if kind is None and times == (None, None) and not refresh.decay_epochs:
         return usual
