@@ -196,7 +196,7 @@ class KFAC(Inspectable):
         """Put updates into ``.grad``, in its unit."""
         unit = self._gradient_scale()
         if self.engine.shards is not None:
-            clipped = found.clipped()
+            clipped = self.engine.clipped(found)
             for name, x in self.engine.shards.spread(clipped, found.present).items():
                 self.engine.block[name].put_gradients(x, unit)
             return self._hold_back(found)

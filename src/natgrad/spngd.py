@@ -216,7 +216,8 @@ class SPNGD(Inspectable, Optimizer):
         parts, averages = self.engine.parts, dict[int, Tensor]()
         left, noise = dict[int, float](), dict[str, float]()
         averaged = {n: g for n, g in gradients.items() if parts[n].average.keeps_mass}
-        keep_whole(self.state, self.engine)
+        if self.engine.sharded:
+            keep_whole(self.state, self.engine)
         for group, average, params, grads in self._by_group(self._unfolded(averaged)):
             m = float(group["momentum"])
             found = average.directions(self.state, params, grads, m)
@@ -240,7 +241,7 @@ class SPNGD(Inspectable, Optimizer):
 
     def write(self, found: Updates) -> None:
         """Move the weights that this rank works on, and get the others."""
-        engine, updates = self.engine, found.clipped()
+        engine, updates = self.engine, self.engine.clipped(found)
         if engine.tuner is not None:
             return self._write_tuned(updates, found.present)
         if engine.shards is not None:

@@ -24,6 +24,8 @@ def find_shards(model: nn.Module, blocks: Sequence[Block], group: Any) -> bool:
         return False
     _refuse_offload(model)
     names = {id(p): name for name, p in model.named_parameters()}
+    groups = (group for module in model.modules() for group in _groups(module))
+    fully = {id(p.sharded_param) for group in groups for p in group.fsdp_params}
     ranks = tuple(dist.get_process_group_ranks(group))
     for block in blocks:
         if block.is_foreign:
@@ -36,9 +38,21 @@ def find_shards(model: nn.Module, blocks: Sequence[Block], group: Any) -> bool:
                     "sharded as well: call fully_shard on the whole model last, or "
                     "leave the parameter to another optimizer."
                 )
+            if id(p) not in fully or not _is_data_parallel(p):
+                raise TypeError(
+                    f"{names[id(p)]} is placed as {p.placements} on a mesh of shape "
+                    f"{tuple(p.device_mesh.mesh.shape)}. Must be as fully_shard places "
+                    "a whole parameter: tensor parallelism is not supported."
+                )
         cuts = tuple(read_cut(names[id(p)], p, ranks) for p in block.parameters)
         block.spec = replace(block.spec, cuts=cuts)
     return True
+
+
+def _is_data_parallel(p: Any) -> bool:
+    """Whether one axis of the mesh cuts a parameter; another may have copies of it."""
+    *copied, cut = [type(placement).__name__ for placement in p.placements]
+    return cut == "Shard" and all(name == "Replicate" for name in copied)
 
 
 def read_cut(name: str, p: Any, ranks: Ranks) -> Cut:

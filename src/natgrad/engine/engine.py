@@ -226,6 +226,11 @@ class Engine(Machinery):
         """The sum over all ranks."""
         return x if self.comm.world == 1 else self.comm.agree(x)
 
+    def clipped(self, found: Updates) -> dict[str, Tensor]:
+        """Updates, each times its factor."""
+        clips = found.clips
+        return {n: u * clips[n] if n in clips else u for n, u in found.updates.items()}
+
     def _whole(self, names: Sequence[str], norms: Tensor) -> Tensor:
         """Norms of whole tensors. See `Sight.whole`."""
         cut = [i for i, name in enumerate(names) if self.block[name].is_cut]

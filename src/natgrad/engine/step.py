@@ -42,13 +42,6 @@ class Updates:
     present: frozenset[str]
     waiting: frozenset[str] = frozenset()
 
-    def clipped(self) -> dict[str, Tensor]:
-        """Updates, each times its factor."""
-        return {
-            name: u * self.clips[name] if name in self.clips else u
-            for name, u in self.updates.items()
-        }
-
 
 class Update(Protocol):
     """What `KFAC`, `SPNGD` and `Polar` add to `natgrad.engine.engine.Engine.run`."""

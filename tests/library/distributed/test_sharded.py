@@ -8,20 +8,34 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tests.support.world import run_world
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import natgrad
-from natgrad.math.shards import local
+from natgrad.math.shards import is_shard, local
 
 BATCH, VOCABULARY, LENGTH, CLASSES = 12, 7, 5, 3
 
@@ -165,8 +179,9 @@ def train(
         stepper.zero_grad()
         batches = zip(x.chunk(case.micro), y.chunk(case.micro), strict=True)
         for i, (inputs, labels) in enumerate(batches):
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(i == case.micro - 1)
+            sharded: Any = model
+            if isinstance(sharded, FSDPModule):
+                sharded.set_requires_gradient_sync(i == case.micro - 1)
             mine = inputs.chunk(world)[rank], labels.chunk(world)[rank]
             loss = F.cross_entropy(model(mine[0]), mine[1]) / case.micro
             (loss if scaler is None else scaler.scale(loss)).backward()
@@ -193,10 +208,8 @@ def run(case: Case, model: Net, rank: int = 0, world: int = 1) -> Any:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    full = (
-        (n, p.full_tensor() if hasattr(p, "full_tensor") else p)
-        for n, p in model.named_parameters()
-    )
+    named: list[tuple[str, Any]] = [*model.named_parameters()]
+    full = ((n, p.full_tensor() if is_shard(p) else p) for n, p in named)
     return {name: p.detach().clone() for name, p in full}
 
 
@@ -297,7 +310,8 @@ def strict_steps(rank: int, world: int) -> None:
             before = whole(model)
             F.cross_entropy(model(x), y).backward()
             if rank == world - 1:
-                local(model.conv.weight.grad)[0] = torch.nan
+                grad: Any = model.conv.weight.grad
+                local(grad)[0] = torch.nan
             stepper.step()
             assert own.health()["skipped_steps"] == 1
             assert all(torch.equal(before[n], p) for n, p in whole(model).items())
@@ -327,7 +341,17 @@ def refusals(rank: int, world: int) -> list[str]:
     partly = build()
     fully_shard(partly.body)
     refused(TypeError, lambda: natgrad.Polar(partly))
-    refused(ValueError, lambda: natgrad.SPNGD(shard(build()), lr="auto"))
+    parallel = build()
+    mesh = init_device_mesh("cpu", (world,))
+    parallelize_module(parallel, mesh, {"head": ColwiseParallel()})
+    refused(TypeError, lambda: natgrad.Polar(parallel))
+    parallel = build()
+    parallelize_module(parallel, mesh, {"body.0": RowwiseParallel()})
+    only = [{"params": [("weight", parallel.body[0].weight)]}]
+    refused(TypeError, lambda: natgrad.Polar(parallel, only))
+    tuned = shard(build())
+    host = torch.optim.SGD(tuned.parameters(), lr=0.1)
+    refused(ValueError, lambda: natgrad.KFAC(tuned, host, damping="auto"))
     with closing(natgrad.Polar(shard(build()))) as optimizer:
         refused(RuntimeError, optimizer.watch)
     return said
@@ -343,7 +367,8 @@ def half_precision(rank: int, world: int) -> None:
     with closing(run(Case("polar", steps=3), model, rank, world)) as own:
         states = own.engine.statistics.states.values()
         kept = [s.average for s in states if s.average is not None]
-        assert kept and all(x.dtype == torch.float32 for x in kept)
+        assert kept
+        assert all(x.dtype == torch.float32 for x in kept)
         found = whole(model)
         for name, x in found.items():
             assert x.dtype == torch.float32
@@ -365,9 +390,82 @@ def test_a_step_gathers_nothing_and_what_cannot_be_sharded_is_said() -> None:
         "fisher='sampled'",
         "CPUOffloadPolicy",
         "is whole on every rank",
+        "is whole on every rank",
+        "tensor parallelism",
         '"auto"',
         "watch",
     ]
     for text, message in zip(found, said, strict=True):
         assert text in message
         assert "Must" in message
+
+
+RESUMED = ("polar", "spngd", "kfac")
+HALF = 3
+"""Steps before a checkpoint: in the middle of the intervals of refreshes."""
+
+
+def state_of(model: nn.Module, stepper: Any) -> dict[str, Any]:
+    options = get_optimizer_state_dict(model, stepper)
+    return {"model": get_model_state_dict(model), "optimizer": options}
+
+
+def save(model: nn.Module, stepper: Any, path: str) -> None:
+    dcp.save(state_of(model, stepper), checkpoint_id=path)
+
+
+def resume(model: nn.Module, stepper: Any, path: str) -> None:
+    state = state_of(model, stepper)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, stepper, state["optimizer"])
+
+
+def begin_and_save(rank: int, world: int, path: str) -> None:
+    for name in RESUMED:
+        model = shard(build(), "blocks")
+        stepper, own = make(name, model)
+        with closing(own):
+            train(model, stepper, Case(name, steps=HALF), rank, world)
+            save(model, stepper, f"{path}/{name}")
+
+
+def go_on(rank: int, world: int, path: str) -> list[dict[str, Tensor]]:
+    """Sharded, under DDP, and sharded again from what DDP has saved."""
+    found: list[dict[str, Tensor]] = []
+    for name in RESUMED:
+        case = Case(name, steps=2 * HALF)
+        for wrapped, source in ((False, ""), (True, ""), (False, " of DDP")):
+            model: Any = build()
+            if wrapped:
+                model = DistributedDataParallel(model, find_unused_parameters=True)
+            else:
+                shard(model, "whole")
+            stepper, own = make(name, model)
+            with closing(own):
+                resume(model, stepper, f"{path}/{name}{source}")
+                if wrapped:
+                    save(model, stepper, f"{path}/{name} of DDP")
+                train(model, stepper, case, rank, world, first=HALF)
+                found.append(whole(model.module if wrapped else model))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_goes_on_in_any_world(tmp_path: Any) -> None:
+    run_world(3, begin_and_save, 3, str(tmp_path), timeout=200)
+    found = run_world(2, go_on, 2, str(tmp_path), timeout=300)
+    for i, name in enumerate(RESUMED):
+        case = Case(name, steps=2 * HALF)
+        want = one_process(case)
+        for results in found:
+            for way, parameters in enumerate(results[3 * i : 3 * i + 3]):
+                away = {n: _away(x, want[n]) for n, x in parameters.items()}
+                assert max(away.values()) < 1e-10, (name, way, away)
+        model = build()
+        stepper, own = make(name, model)
+        with closing(own):
+            resume(model, stepper, str(tmp_path / name))
+            train(model, stepper, case, first=HALF)
+            alone = whole(model)
+        assert max(_away(x, want[n]) for n, x in alone.items()) < 1e-10, name
