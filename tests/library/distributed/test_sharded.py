@@ -79,6 +79,7 @@ class Case:
     clip: bool = False
     scaler: bool = False
     recomputes: bool = False
+    replicas: int = 1
     dtype: torch.dtype = torch.float64
     bound: float = 1e-10
 
@@ -97,6 +98,9 @@ CASES = {
     "groups": Case("groups", wrap="blocks", steps=5),
     "muon": Case("muon", wrap="whole", steps=5),
     "shampoo": Case("shampoo", wrap="whole", steps=5),
+    "replicas, polar": Case("polar", wrap="blocks", steps=5, replicas=2),
+    "replicas, spngd": Case("spngd", wrap="blocks", steps=5, replicas=2),
+    "replicas, kfac": Case("kfac", wrap="whole", steps=5, replicas=2),
     "float32": Case("polar", wrap="whole", steps=1, dtype=torch.float32, bound=1e-5),
     "float32, long": Case("spngd", wrap="whole", dtype=torch.float32, bound=1e-3),
 }
@@ -240,7 +244,12 @@ def every_case(rank: int, world: int, names: list[str]) -> Any:
     for name in names:
         case = CASES[name]
         model = build(case.dtype, case.recomputes)
-        shard(model, case.wrap, reshard_after_forward=case.reshard)
+        options: dict[str, Any] = {"reshard_after_forward": case.reshard}
+        if case.replicas > 1:
+            shape = case.replicas, world // case.replicas
+            names_of = "replicate", "shard"
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names_of)
+        shard(model, case.wrap, **options)
         with closing(run(case, model, rank, world)) as own:
             own.engine.plan.check()
             moved_as_planned(own)
@@ -258,7 +267,10 @@ def one_process(case: Case) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_sharded_training_is_that_of_one_process(world: int) -> None:
-    names = list(CASES) if world < 4 else ["polar", "spngd", "kfac", "shampoo"]
+    names = [name for name, case in CASES.items() if case.replicas == 1]
+    if world == 4:
+        copies = [name for name, case in CASES.items() if case.replicas > 1]
+        names = ["polar", "spngd", "kfac", "shampoo", *copies]
     results = run_world(world, every_case, world, names, timeout=400)
     for name in names:
         case = CASES[name]
