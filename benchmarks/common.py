@@ -9,7 +9,7 @@ rare expensive step falls.
 
 Note [Interleaving]
 Contenders take turns, one step of each kind a round, so that noise and clock changes
-hit all alike; the order rotates from round to round. The baseline takes a turn after
+hit all equally; the order rotates from round to round. The baseline takes a turn after
 every few others. Ratios are taken within one run only.
 
 Note [Clocks]
@@ -61,7 +61,7 @@ REFRESHING: Policies = {
 
 
 def keep_memory(module: str) -> None:
-    """Begin this program anew with an allocator that keeps what is freed."""
+    """Start this program again with an allocator that keeps what is freed."""
     if not KEEP_MEMORY.items() <= os.environ.items():
         command = [sys.executable, "-m", module, *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **KEEP_MEMORY})

@@ -3,7 +3,7 @@
     python -m benchmarks.overhead
 
 A CIFAR ResNet-20 on random images, one process. Methods take turns, several steps each,
-so that whatever else the machine does falls on all alike; processor seconds are told
+so that whatever else the machine does falls on all equally; processor seconds are told
 beside those of the clock, for a machine that is not idle. Writes
 ``results/overhead.json``.
 """

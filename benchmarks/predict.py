@@ -9,7 +9,7 @@ with the simulation's. Also says whether ``strategy="auto"`` picks the fastest s
 measured. Writes predict.json, predict.md, predict.png and predict_profile.toml.
 
 Run it on a machine that does nothing else. The strategies of a model and world take
-turns in the same processes, a cycle of steps each, so that drift hits all alike.
+turns in the same processes, a cycle of steps each, so that drift hits all equally.
 """
 
 import argparse

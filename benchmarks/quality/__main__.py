@@ -1,7 +1,7 @@
 """Train contenders to the end of their schedules and keep every run's record.
 
-    python -m benchmarks.quality run language --steps 400 --sequences 16
-    python -m benchmarks.quality table
+    python -m benchmarks.quality run language --steps 400 --batch 16
+    python -m benchmarks.quality report      # quality.md and quality.png
 
 Runs that are in the ledger already (benchmarks/results/quality.jsonl) are not run
 again, so that an interrupted command goes on where it was.
@@ -11,68 +11,122 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.quality import autoencoder, language
-from benchmarks.quality.contenders import CONTENDERS, make
+from benchmarks.quality import airbench, autoencoder, language
+from benchmarks.quality.contenders import CONTENDERS, Contender, make
+from benchmarks.quality.report import write
 
 LEDGER = Path(__file__).parents[1] / "results" / "quality.jsonl"
 KEY = ("protocol", "contender", "lr", "seed", "steps", "batch")
 
 
-def factor(protocol: str, step: int, steps: int) -> float:
-    """Of the learning rate: to zero over the last 70% (language), or linearly."""
-    flat = 0.3 if protocol == "language" else 0.0
-    return min(1.0, (1 - step / steps) / (1 - flat))
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """A network, its data and its schedule.
+
+    Attributes:
+        task: the module that has ``batches``, ``loss`` and ``value``.
+        load: the data to train on and to judge by.
+        model: the network.
+        flat: the part of the steps after which the rate falls linearly to zero.
+        momentum: of hidden matrices.
+        rest_lr: Adam's rate for all else; None: the task's own ``rest``.
+    """
+
+    task: Any
+    load: Callable[[], tuple[Any, Any]]
+    model: Callable[[], Any]
+    flat: float = 0.0
+    momentum: float = 0.95
+    rest_lr: float | None = 0.004
 
 
-def train(protocol: str, contender: str, lr: float, seed: int, steps: int, batch: int):
+PROTOCOLS = {
+    "airbench": Protocol(
+        task=airbench,
+        load=airbench.images,
+        model=airbench.Airbench,
+        momentum=0.6,
+        rest_lr=None,
+    ),
+    "language": Protocol(
+        task=language, load=language.text, model=language.Language, flat=0.3
+    ),
+    "autoencoder": Protocol(
+        task=autoencoder, load=autoencoder.images, model=autoencoder.Autoencoder
+    ),
+}
+
+
+def optimizers(
+    protocol: Protocol, contender: Contender, model: Any, lr: float, batch: int
+) -> list[torch.optim.Optimizer]:
+    """Of all parameters: the contender's, and what the protocol has for the rest."""
+    first = make(
+        contender,
+        model,
+        model.is_hidden,
+        lr=lr,
+        momentum=protocol.momentum,
+        rest_lr=protocol.rest_lr,
+    )
+    alone = protocol.rest_lr is not None or contender.whole is not None
+    return [first] if alone else [first, protocol.task.rest(model, batch)]
+
+
+def set_rates(groups: list[dict[str, Any]], step: int, steps: int, flat: float) -> None:
+    """A group's first rate until ``flat``, then linearly to zero at its last step."""
+    for group in groups:
+        first, until = group.setdefault("first_lr", group["lr"]), group.get("until")
+        part = 1 - step / (until or steps)
+        group["lr"] = first * min(1.0, max(0.0, part) / (1 - flat))
+
+
+def train(name: str, contender: str, lr: float, seed: int, steps: int, batch: int):
     """One run: its record."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
-    if protocol == "language":
-        task, model, (data, held_out) = language, language.Language(), language.text()
-        rest_lr = 0.004
-    else:
-        task, model = autoencoder, autoencoder.Autoencoder()
-        data, held_out = autoencoder.images()
-        rest_lr = 0.004
-    row = CONTENDERS[contender]
-    optimizer = make(row, model, model.is_hidden, lr=lr, rest_lr=rest_lr)
-    rates = [group["lr"] for group in optimizer.param_groups]
+    protocol, row = PROTOCOLS[name], CONTENDERS[contender]
+    task, model = protocol.task, protocol.model()
+    data, held_out = protocol.load()
+    chosen = optimizers(protocol, row, model, lr, batch)
+    rescale = getattr(model, "before_step", None) if row.whole is None else None
     began, curve = time.process_time(), []
     for step, (x, y) in enumerate(task.batches(data, batch, seed)):
         if step == steps:
             break
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * factor(protocol, step, steps)
-        optimizer.zero_grad()
+        for optimizer in chosen:
+            set_rates(optimizer.param_groups, step, steps, protocol.flat)
+            optimizer.zero_grad()
         loss = task.loss(model, x, y)
         loss.backward()
-        optimizer.step()
-        if (step + 1) % max(1, steps // 10) == 0:
+        if rescale is not None:
+            rescale()
+        for optimizer in chosen:
+            optimizer.step()
+        if (step + 1) % max(5, steps // 12) == 0 or step + 1 == steps:
             curve.append([step + 1, task.value(model, held_out), loss.item()])
-            print(
-                f"{protocol} {contender} lr {lr:g} seed {seed}: {curve[-1]}", flush=True
-            )
+            print(f"{name} {contender} lr {lr:g} seed {seed}: {curve[-1]}", flush=True)
     return {
-        **dict(zip(KEY, (protocol, contender, lr, seed, steps, batch), strict=True)),
+        **dict(zip(KEY, (name, contender, lr, seed, steps, batch), strict=True)),
         "value": curve[-1][1],
         "cpu_seconds": round(time.process_time() - began, 1),
         "curve": curve,
     }
 
 
-def ledger() -> list[dict[str, Any]]:
+def ledger(path: Path) -> list[dict[str, Any]]:
     """All records."""
-    if not LEDGER.exists():
+    if not path.exists():
         return []
-    return [json.loads(line) for line in LEDGER.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def run(asked: argparse.Namespace) -> None:
@@ -82,33 +136,11 @@ def run(asked: argparse.Namespace) -> None:
         for lr in asked.lrs or CONTENDERS[name].lrs:
             for seed in asked.seeds:
                 key = (asked.protocol, name, lr, seed, asked.steps, asked.batch)
-                if any(tuple(r[k] for k in KEY) == key for r in ledger()):
+                if any(tuple(r[k] for k in KEY) == key for r in ledger(asked.out)):
                     continue
                 record = train(*key)
-                with LEDGER.open("a") as file:
+                with asked.out.open("a") as file:
                     file.write(json.dumps(record) + "\n")
-
-
-def table() -> str:
-    """Best rate of each contender, by protocol, steps and batch."""
-    groups: dict[tuple[Any, ...], dict[float, list[float]]] = {}
-    for r in ledger():
-        key = (r["protocol"], r["steps"], r["batch"], r["contender"])
-        groups.setdefault(key, {}).setdefault(r["lr"], []).append(r["value"])
-    rows = [
-        "| protocol | steps | batch | contender | best lr | n | value | rates tried |"
-    ]
-    rows.append("|---|---|---|---|---|---|---|---|")
-    for (protocol, steps, batch, name), by_lr in sorted(
-        groups.items(), key=lambda item: (item[0][:3], min(map(min, item[1].values())))
-    ):
-        lr, values = min(by_lr.items(), key=lambda item: statistics.mean(item[1]))
-        spread = f" ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else ""
-        rows.append(
-            f"| {protocol} | {steps} | {batch} | {name} | {lr:g} | {len(values)} | "
-            f"{statistics.mean(values):.4f}{spread} | {len(by_lr)} |"
-        )
-    return "\n".join(rows)
 
 
 def main() -> None:
@@ -116,18 +148,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run")
-    runner.add_argument("protocol", choices=("language", "autoencoder"))
+    runner.add_argument("protocol", choices=tuple(PROTOCOLS))
     runner.add_argument("--contenders", nargs="*")
     runner.add_argument("--lrs", nargs="*", type=float)
     runner.add_argument("--seeds", nargs="*", type=int, default=[1])
     runner.add_argument("--steps", type=int, default=400)
     runner.add_argument("--batch", type=int, default=16)
-    commands.add_parser("table")
+    reporter = commands.add_parser("report")
+    for command in (runner, reporter):
+        command.add_argument("--out", type=Path, default=LEDGER)
     asked = parser.parse_args()
     if asked.command == "run":
         run(asked)
     else:
-        print(table())
+        write(ledger(asked.out), asked.out.parent)
 
 
 if __name__ == "__main__":

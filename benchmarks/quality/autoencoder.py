@@ -23,9 +23,10 @@ class Autoencoder(nn.Sequential):
     def __init__(self) -> None:
         layers: list[nn.Module] = []
         for i, (n, m) in enumerate(pairwise(WIDTHS)):
-            layers.append(nn.Linear(n, m))
-            nn.init.xavier_normal_(layers[-1].weight)
-            nn.init.zeros_(layers[-1].bias)
+            linear = nn.Linear(n, m)
+            nn.init.xavier_normal_(linear.weight)
+            nn.init.zeros_(linear.bias)
+            layers.append(linear)
             if i + 2 < len(WIDTHS):
                 layers.append(nn.Tanh())
         super().__init__(*layers)
@@ -37,13 +38,14 @@ class Autoencoder(nn.Sequential):
 
 def images() -> tuple[Tensor, Tensor]:
     """Training and held-out images, in [0, 1]."""
-    data = torch.tensor(load_digits().data, dtype=torch.float32) / 16
+    pixels, _ = load_digits(return_X_y=True)
+    data = torch.tensor(pixels, dtype=torch.float32) / 16
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
     return data[order[360:]], data[order[:360]]
 
 
 def batches(data: Tensor, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random batches, for ever."""
+    """Random batches, forever."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         for part in torch.randperm(len(data), generator=generator).split(size):

@@ -1,19 +1,31 @@
 """The rules that are compared, as rows: what happens to hidden matrices.
 
-All else (embedding, head, biases) follows Adam, the same for every contender, so that a
-difference is the rule's. ``lr`` is that of the hidden matrices.
+All else (embedding, head, biases) follows one rule that is the same for every contender
+of a protocol, so that a difference is the rule's. ``lr`` is that of the hidden
+matrices. Contenders whose name begins with "whole" are one `natgrad.Polar` for all
+parameters, as a user writes it, with nothing told but the learning rate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 import natgrad
-from natgrad import AverageGradients, EigenAdam, Every, MuonLength, Orthogonal, Rule
+from natgrad import (
+    Adam,
+    AverageGradients,
+    EigenAdam,
+    Every,
+    MuonLength,
+    Options,
+    Orthogonal,
+    Paced,
+    Rule,
+)
 
 OFTEN = Every(1, 5)
 
@@ -27,35 +39,107 @@ class Contender:
         damping: relative to a factor's mean eigenvalue.
         refresh: of its factors.
         lrs: the learning rates that are tried, on a grid of factors of two.
+        momentum: None: the protocol's.
+        whole: the options of a `natgrad.Polar` for all parameters, instead of a split.
+        split: the groups of that `Polar`: those of `natgrad.groups` (True), one for
+            embeddings, which keep the factors of activations, and one for all else
+            ("tables"), or one in all.
     """
 
     rule: Rule | None
     lrs: tuple[float, ...]
     damping: float = 0.1
-    momentum: float = 0.95
     refresh: natgrad.Refresh = OFTEN
+    momentum: float | None = None
+    whole: Options | None = None
+    split: bool | Literal["tables"] = False
 
 
 RATES = (0.02, 0.04, 0.08)
+PMUON = Orthogonal(source="gradients", power=0.25)
+SOAP = EigenAdam(source="gradients", late=True, basis="tracked", moments="keep")
+# With bases by eigendecomposition, which do not stay near the last ones
+EXACT = EigenAdam(source="gradients", moments="keep")
+ACTIVATIONS = Orthogonal(sides="inputs")
+# Polar of version 0.1, and the same with the factors of gradients
+WHOLE = replace(
+    natgrad.Polar.defaults,
+    rule=ACTIVATIONS,
+    damping=1.0,
+    refresh=Paced(Every(5, 5)),
+    factor_decay=0.8,
+    fallback=Adam(rate=0.2, beta2=0.999),
+    momentum=0.8,
+    weight_decay=0.01,
+)
+GRADIENTS = replace(
+    WHOLE, rule=PMUON, damping=0.1, refresh=Every(1, 5), factor_decay=0.95
+)
 CONTENDERS: dict[str, Contender] = {
     "adam": Contender(rule=None, lrs=(0.001, 0.002, 0.004)),
     "muon": Contender(rule=Orthogonal(sides="none"), lrs=RATES),
-    "pmuon": Contender(rule=Orthogonal(source="gradients", power=0.25), lrs=RATES),
-    "pmuon-inputs": Contender(
-        rule=Orthogonal(source="gradients", power=0.25, sides="inputs"), lrs=RATES
+    "pmuon": Contender(rule=PMUON, lrs=RATES),
+    # with the momentum of Polar
+    "muon-0.8": Contender(rule=Orthogonal(sides="none"), lrs=RATES, momentum=0.8),
+    "pmuon-0.8": Contender(rule=PMUON, lrs=RATES, momentum=0.8),
+    "soap-muon-0.8": Contender(
+        rule=replace(SOAP, orthogonal=True), lrs=RATES, damping=1e-8, momentum=0.8
     ),
-    "soap": Contender(
-        rule=EigenAdam(source="gradients", moments="keep"), lrs=RATES, damping=1e-8
+    "polar-activations-0.8": Contender(
+        rule=ACTIVATIONS, lrs=RATES, damping=1.0, refresh=Every(5, 5), momentum=0.8
     ),
+    "pmuon-inputs": Contender(rule=replace(PMUON, sides="inputs"), lrs=RATES),
+    # one side, by a Cholesky root: as cheap as today's Polar
+    "root-inputs": Contender(rule=replace(PMUON, sides="inputs", power=0.5), lrs=RATES),
+    "soap": Contender(rule=SOAP, lrs=RATES, damping=1e-8),
     "soap-muon": Contender(
-        rule=EigenAdam(source="gradients", moments="keep", orthogonal=True),
-        lrs=RATES,
-        damping=1e-8,
+        rule=replace(SOAP, orthogonal=True), lrs=RATES, damping=1e-8
+    ),
+    "soap-exact": Contender(rule=EXACT, lrs=RATES, damping=1e-8),
+    "soap-muon-exact": Contender(
+        rule=replace(EXACT, orthogonal=True), lrs=RATES, damping=1e-8
     ),
     "polar-activations": Contender(
-        rule=Orthogonal(sides="inputs"), lrs=RATES, damping=1.0, refresh=Every(5, 5)
+        rule=ACTIVATIONS, lrs=RATES, damping=1.0, refresh=Every(5, 5)
+    ),
+    "whole-activations": Contender(rule=ACTIVATIONS, lrs=RATES, whole=WHOLE),
+    "whole-gradients": Contender(rule=PMUON, lrs=RATES, whole=GRADIENTS),
+    "whole-gradients-split": Contender(
+        rule=PMUON, lrs=RATES, whole=GRADIENTS, split=True
+    ),
+    "whole-gradients-tables": Contender(
+        rule=PMUON, lrs=RATES, whole=GRADIENTS, split="tables"
+    ),
+    "whole-gradients-tables-slow": Contender(
+        rule=PMUON,
+        lrs=RATES,
+        whole=replace(GRADIENTS, momentum=0.95),
+        split="tables",
+    ),
+    "whole-root-tables": Contender(
+        rule=PMUON,
+        lrs=RATES,
+        whole=replace(GRADIENTS, rule=replace(PMUON, sides="inputs", power=0.5)),
+        split="tables",
+    ),
+    "whole-activations-split": Contender(
+        rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, split=True
     ),
 }
+
+
+def tables(model: nn.Module) -> list[dict[str, Any]]:
+    """Embeddings by the factors of activations, all else by the optimizer's rule."""
+    inside = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    own = {id(p) for m in inside for p in m.parameters()}
+    named = list(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [(n, p) for n, p in named if id(p) not in own]}
+    ]
+    if own:
+        parts = {"rule": ACTIVATIONS, "damping": 1.0, "refresh": Every(5, 5)}
+        groups.append({"params": [(n, p) for n, p in named if id(p) in own], **parts})
+    return groups
 
 
 def make(
@@ -64,25 +148,36 @@ def make(
     is_hidden: Callable[[str], bool],
     *,
     lr: float,
-    rest_lr: float,
+    momentum: float,
+    rest_lr: float | None,
 ) -> natgrad.SPNGD:
-    """One optimizer with two groups: hidden matrices at ``lr``, the rest by Adam."""
-    named = list(model.named_parameters())
+    """Hidden matrices at ``lr``, the rest by Adam at ``rest_lr``, or left alone."""
+    if contender.whole is not None:
+        options = contender.whole
+        split: list[dict[str, Any]] | None = None
+        if contender.split == "tables":
+            split = tables(model)
+        elif contender.split:
+            split = natgrad.groups(model, options.rule, rest=options.fallback)
+        return natgrad.Polar(model, split, lr=lr, options=options)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [(n, p) for n, p in named if is_hidden(n) and p.dim() > 1]
     others = [(n, p) for n, p in named if not (is_hidden(n) and p.dim() > 1)]
     average = AverageGradients(nesterov=True)
-    adam = {"rule": natgrad.Adam(beta2=0.95), "length": natgrad.Free()}
+    adam = {"rule": Adam(beta2=0.95), "length": natgrad.Free()}
     hidden: dict[str, Any] = {"rule": contender.rule, "length": MuonLength()}
     groups: list[dict[str, Any]] = [
         {"params": matrices, "lr": lr, **(hidden if contender.rule else adam)},
-        {"params": others, "lr": rest_lr, "momentum": 0.9, **adam},
     ]
+    if rest_lr is not None:
+        groups.append({"params": others, "lr": rest_lr, "momentum": 0.9, **adam})
     options = replace(natgrad.Polar.defaults, average=average, factor_decay=0.95)
     return natgrad.SPNGD(
         model,
         groups,
         lr=lr,
-        momentum=contender.momentum,
+        momentum=contender.momentum or momentum,
+        weight_decay=0.01,
         damping=contender.damping,
         refresh=contender.refresh,
         options=options,

@@ -102,7 +102,7 @@ def text() -> tuple[Tensor, Tensor]:
 
 
 def batches(data: Tensor, sequences: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random windows, for ever."""
+    """Random windows, forever."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(

@@ -129,7 +129,7 @@ class Problem:
         return criteria[self.loss](outputs, y)
 
     def batches(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """For ever; all examples at once if the batch is as large."""
+        """Without end; all examples at once if the batch is as large."""
         generator = torch.Generator().manual_seed(self.number)
         while True:
             order = torch.randperm(EXAMPLES, generator=generator)

@@ -19,7 +19,7 @@ batch, ``--contenders``) can be run in any order. ``report`` tabulates what ther
   another model or another number of steps. A schedule that is cut short is no whole
   one, so steps to a target are those of the shortest whole schedule that reaches it.
 - ``ablate``: `natgrad.Polar` with one ingredient exchanged, the learning rate tuned
-  anew for each.
+  again for each.
 
 Seconds are the processor's: the machine may be shared.
 """
@@ -53,7 +53,7 @@ _appending = Lock()
 
 
 def run(job: Job, runs: Path, ledger: Path) -> None:
-    """Train and note the outcome; a folder that was cut off begins anew."""
+    """Train and note the outcome; a folder that was cut off begins again."""
     out = runs / job.name
     if out.is_dir():
         shutil.rmtree(out)

@@ -41,7 +41,7 @@ TRUSTED: dict[str, Range] = {LR: (0.02, 0.4)}
 SOAPS: Range = (2e-3, 6e-2)
 BOLD: Range = (0.01, 0.15)
 # Half of the points in `LESS` have more momentum than short runs like, which leaves few
-# learning rates: who is to be beaten is tuned like Polar's defaults too.
+# learning rates: the strongest rivals are tuned like Polar's defaults too.
 POLARS_MOMENTUM = {"optimizer.momentum": str(natgrad.Polar.defaults.momentum)}
 
 # Adam in K-FAC's eigenbasis: what else Polar could be made of.

@@ -7,12 +7,14 @@ its own; `Polar` is one too, with an orthogonalised update.
 from natgrad import plan, schedules
 from natgrad.checkpoint.momentum import take_momentum
 from natgrad.diagnostics import sinks
+from natgrad.distributed.communicator import CommError
 from natgrad.distributed.options import CommOptions
 from natgrad.factors.budget import Budget
 from natgrad.factors.refresh import Adaptive, Every, Paced, Refresh, Scheduled
 from natgrad.kfac import KFAC
 from natgrad.layers import LayerKind, register_layer
 from natgrad.layers.split import GroupList, groups
+from natgrad.math.inverse import InverseError
 from natgrad.options import Options
 from natgrad.plan import hybrid
 from natgrad.polar import Polar
@@ -52,6 +54,7 @@ __all__ = [
     "AverageGradients",
     "AverageUpdates",
     "Budget",
+    "CommError",
     "CommOptions",
     "Coupled",
     "Decay",
@@ -61,6 +64,7 @@ __all__ = [
     "FixedNorm",
     "Free",
     "GroupList",
+    "InverseError",
     "KLClip",
     "Kronecker",
     "LayerKind",

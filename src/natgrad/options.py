@@ -16,6 +16,7 @@ from natgrad.distributed.options import CommOptions
 from natgrad.factors.budget import Budget
 from natgrad.factors.refresh import Every, Paced, Refresh
 from natgrad.plan import Strategy
+from natgrad.plan.strategies import FIRST_PLACEMENT, FIRST_STRATEGY
 from natgrad.quadratic.options import (
     AUTO,
     Auto,
@@ -70,10 +71,12 @@ class Options:
         rule: how factors turn a layer's gradient into an update: `Kronecker` (K-FAC),
             `EKFAC`, `EigenAdam` or `Orthogonal`.
         fallback: the rule of parameters without factors: `Plain` or `Adam`.
-        length: how long an update is: `Free`, `KLClip` or `LayerTrust`. None: `KLClip`
-            for a natural gradient (`Kronecker`, `EKFAC`), `LayerTrust` for other rules.
+        length: how long an update is: `Free`, `KLClip`, `LayerTrust` or `MuonLength`.
+            None: `KLClip` for a natural gradient (`Kronecker`, `EKFAC`), `LayerTrust`
+            for other rules.
         average: what momentum averages: `AverageUpdates` or `AverageGradients`.
-        decay: how weight decay enters: `Coupled`, `Decoupled` or `Rescaled`.
+        decay: how weight decay enters: `Coupled`, `Decoupled`, `Rescaled` or
+            `FixedNorm`.
         lr: learning rate, > 0; a parameter group may have its own. ``"auto"``: the best
             under the quadratic model of the loss, in each step, for all groups.
         momentum: in [0, 1); a parameter group may have its own. ``"auto"``: as lr.
@@ -110,8 +113,8 @@ class Options:
             over.
         largest_factor: rows that a factor may have, >= 1; a larger one is cut into as
             few and equal diagonal blocks as need be: of an input statistic whole
-            channels, of a linear layer neighbouring inputs. None: no factor is cut, as
-            in the papers.
+            channels, of a linear layer neighbouring inputs. None: no factor is cut;
+            the papers cut none.
         strategy: how several ranks share the work: ``"factor_wise"``,
             ``"layer_wise"``, ``"spngd"``, ``natgrad.hybrid(fraction)``, or ``"auto"``:
             the one that the machine's profile says is fastest, printed with why and
@@ -149,8 +152,8 @@ class Options:
     # 128 channels of a 3x3 convolution. A third of a second for an eigendecomposition,
     # and an inverse, on a core of 2020; a factor of 4,608 takes 60 times that.
     largest_factor: int | None = 1152
-    strategy: str | Strategy = "factor_wise"
-    placement: str = "longest_first"
+    strategy: str | Strategy = FIRST_STRATEGY
+    placement: str = FIRST_PLACEMENT
     profile: Profile | None = None
     comm: CommOptions = field(default_factory=CommOptions)
     group: Any = None

@@ -158,7 +158,7 @@ class SPNGD(Inspectable, Optimizer):
         self.engine.before_replan.append(self._gather_velocity)
 
     def _usual_groups(self, model: nn.Module, options: Options) -> list[dict[str, Any]]:
-        """What is trained if no groups are given: everything, alike."""
+        """What is trained if no groups are given: everything, in one group."""
         return [{"params": list(model.named_parameters())}]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ class SPNGD(Inspectable, Optimizer):
         """
         value, tuner = None, self.engine.tuner
         if tuner is not None:
-            value = tuner.evaluate(closure, self.zero_grad)
+            value = self._rates.evaluate(closure)
         elif callable(closure):
             with torch.enable_grad():
                 value = closure()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-import natgrad.distributed.transfer
+import natgrad.distributed.loads
 from natgrad.distributed import watchdog
 from natgrad_lab import cli
 from natgrad_lab.train import checkpoint, loop, snapshot, storage
@@ -81,7 +81,7 @@ def install(faults: Faults) -> None:
 
     patch(loop.Trainer, "_one_step", stepping)
     patch(loop.Trainer, "_criterion", forward)
-    patch(natgrad.distributed.transfer._Load, "leave", lambda *_: faults.at("exchange"))
+    patch(natgrad.distributed.loads.Load, "_close", lambda *_: faults.at("exchange"))
     patch(storage.Writer, "write_data", lambda *_: faults.at("save"))
     patch(storage.Writer, "finish", lambda *_: faults.at("commit"))
     patch(checkpoint, "write_whole", lambda *_: faults.at("latest"))

@@ -51,6 +51,13 @@ def polar(x: Tensor) -> Tensor:
     return y
 
 
+def start(layer: Watched) -> Tensor:
+    """``|w0|``; a weight that begins at zero counts as torch would have begun it."""
+    matrix, weight = layer.matrix(), layer.parameters[0]
+    usual = matrix.new_tensor(math.sqrt(len(matrix) / 3))
+    return usual if not weight.any() else matrix.norm()
+
+
 class Polar:
     """Whitened, orthogonalised updates at the norm that each weight began with."""
 
@@ -72,7 +79,7 @@ class Polar:
         self.damping, self.decay, self.every = damping, decay, every
         self.rate, self.beta2, self.memory = rate, beta2, memory
         self.layers, self.rest = watch(model)
-        self.states = {n: State(x.matrix().norm()) for n, x in self.layers.items()}
+        self.states = {n: State(start(x)) for n, x in self.layers.items()}
         self.adams = {name: Adam() for name in self.rest}
         self.t = 0
 

@@ -17,16 +17,18 @@ examples; the terms of others add up. A user who knows better says so: `set_loss
 """
 
 import math
+import random
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from natgrad.capture.sink import INPUTS, Sent
 from natgrad.layers import Block, Observed
 from natgrad.math.packing import flatten, trace
 
@@ -34,7 +36,7 @@ Rows = slice | EllipsisType
 Leaf = Callable[[], Tensor]
 Use = Literal["learned", "asked"]
 """A backward whose gradients are kept, or one that asks for them by name."""
-POSITION_KINDS = ("A",)
+POSITION_KINDS = (INPUTS,)
 """Statistics averaged over positions; all others are averaged over examples."""
 
 
@@ -227,8 +229,9 @@ class Forwards:
 class Call:
     """One forward of one layer that waits for its backward.
 
-    ``rows`` are the examples looked at, ``scale`` how many each stands for. ``leaf``
-    finds the tensor that the weight's gradient goes to.
+    ``rows`` are the examples looked at, ``scale`` how many each stands for, ``sent``
+    the statistic of its inputs if that has left. ``leaf`` finds the tensor that the
+    weight's gradient goes to.
     """
 
     block: Block
@@ -241,12 +244,19 @@ class Call:
     scale: float
     observed: Observed
     inputs: Tensor | None = None
+    sent: Sent | None = None
     done: bool = False
     asked: bool = False
 
+    @property
+    def inputs_name(self) -> str:
+        """The name of the statistic of its inputs."""
+        return f"{self.block.name}/{INPUTS}"
+
     def finish(self) -> None:
         """Let tensors go: the graph may outlive the backward (of a loss in a log)."""
-        self.observed, self.inputs, self.done = Observed(), None, True
+        self.observed, self.inputs, self.sent = Observed(), None, None
+        self.done = True
 
 
 @dataclass(kw_only=True)
@@ -291,41 +301,13 @@ class Captured:
             self.sums[name].add_(moment)
         else:
             self.sums[name] = moment
+        self.note(name, positions)
+
+    def note(self, name: str, positions: int) -> None:
+        """Count a part of a statistic's sum."""
         if name.rpartition("/")[2] in POSITION_KINDS:
             self.positions[name] = self.positions.get(name, 0) + positions
         self.calls[name] = self.calls.get(name, 0) + 1
-
-
-class Sink(Protocol):
-    """Where sums go before the step, while the backward still runs."""
-
-    def grown(self, name: str, captured: Captured) -> None:
-        """A statistic's sum has grown; it may be taken out, and sent."""
-        ...
-
-    def abandon(self) -> None:
-        """The captures of this step are dropped, because it was skipped."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Armed:
-    """What the forwards and backwards of the coming step are to give.
-
-    Attributes:
-        step: its number, from which subsampling draws.
-        due: names of the statistics to estimate, in one order on all ranks.
-        bases: the eigenbases, right and left, that an S is to be estimated in, by block
-            name; a block without has none yet.
-        sink: who is told of sums that grow; None if nothing leaves before the step.
-    """
-
-    step: int = 0
-    due: tuple[str, ...] = ()
-    bases: Mapping[str, tuple[Tensor, Tensor]] = field(
-        default_factory=dict[str, tuple[Tensor, Tensor]]
-    )
-    sink: Sink | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,3 +361,13 @@ def _features(block: Block) -> int:
 
 def _listed(sizes: Any) -> str:
     return ", ".join(str(n) for n in sizes) or "unknown"
+
+
+def every_kth(examples: int, stride: int, seed: str) -> tuple[Rows, float]:
+    """Every k-th example from a random start, and how many each of them stands for."""
+    stride = min(stride, examples)
+    if stride <= 1:
+        return ..., 1.0
+    start = random.Random(seed).randrange(stride)
+    rows = slice(start, None, stride)
+    return rows, examples / len(range(start, examples, stride))

@@ -26,7 +26,6 @@ whole step, there is no k. An AMP loss scale S multiplies g and is divided out a
 The loss of sampled labels has neither k nor S.
 """
 
-import random
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -38,7 +37,6 @@ from torch import Tensor, nn
 
 from natgrad.capture.forwards import (
     POSITION_KINDS,
-    Armed,
     Call,
     Captured,
     Forward,
@@ -47,8 +45,10 @@ from natgrad.capture.forwards import (
     MicroBatch,
     Rows,
     Use,
+    every_kth,
 )
 from natgrad.capture.hooks import Hooks, Sentinel, accumulates, backward_id, leaf_of
+from natgrad.capture.sink import INPUTS, Armed
 from natgrad.diagnostics.timer import Meter
 from natgrad.layers import Block, Observed
 from natgrad.math.shards import local
@@ -179,6 +179,8 @@ class Capture:
     def _after_model(self, output: Any) -> None:
         if self._listens:
             self._forwards.current.returns(output)
+            if self.armed.sink is not None and backward_id() == -1:
+                self.armed.sink.forward_ended()
 
     def _drop_if_cleared(self) -> None:
         """Forget a step that was skipped (an AMP overflow, say).
@@ -240,27 +242,35 @@ class Capture:
             # autograd keeps a layer's input for the gradient of its weight anyway
             inputs=x[rows] if "S" in want else None,
         )
+        self._offer(call)
         output.register_hook(partial(self._after_backward, call))
+
+    def _offer(self, call: Call) -> None:
+        """Let what is known of the inputs leave, unless a backward recomputes it."""
+        sink, moments = self.armed.sink, call.observed.moments
+        if sink is None or backward_id() != -1 or INPUTS not in moments:
+            return
+        with torch.no_grad():
+            moment = call.block.in_parts(INPUTS, moments[INPUTS])
+            call.sent = sink.made(call.inputs_name, moment)
+        if call.sent is not None:
+            del moments[INPUTS]
 
     def _rows(
         self, block: Block, module: nn.Module, x: Tensor, output: Tensor
     ) -> tuple[Rows, float]:
         """Every k-th example from a random start: a view, and each equally likely."""
         assert block.kind is not None
-        whole = ..., 1.0
         alike = x.dim() > 0 and output.dim() > 0 and len(x) == len(output) > 0
         vectors = block.kind.vectors(module, output) if alike else 0
         if not vectors:
-            return whole
+            return ..., 1.0
         everyone = len(x) * self._world
         stride = self._subsample or enough_stride(block.spec.largest, everyone, vectors)
-        stride = min(stride, len(x))
-        if stride <= 1:
-            return whole
-        # From step and micro-batch alone: alike on all ranks and after a restart.
-        before = len(self._captured.batches)
-        start = random.Random(f"{self.armed.step}/{before}").randrange(stride)
-        return slice(start, None, stride), len(x) / len(range(start, len(x), stride))
+        # From step and micro-batch alone: the same on all ranks and after a restart.
+        return every_kth(
+            len(x), stride, f"{self.armed.step}/{len(self._captured.batches)}"
+        )
 
     def _expect_backward(
         self, forward: Forward, block: Block, leaf: Leaf, output: Tensor
@@ -362,8 +372,7 @@ class Capture:
     def _scale(self, moments: dict[str, Tensor], call: Call, batch: MicroBatch) -> None:
         if not moments:
             return  # and ask no scaler, which is a synchronisation
-        terms = float(batch.terms)
-        factor = call.scale * (1.0 if self._loss == "sum" else terms**2)
+        factor = call.scale * (1.0 if self._loss == "sum" else float(batch.terms) ** 2)
         scaler = None if self._sampled else self._scaler
         if scaler is not None and scaler.is_enabled():
             if self._loss_scale is None:  # a synchronisation: once a backward
@@ -373,17 +382,22 @@ class Capture:
             moment.mul_(factor)
 
     def _add(self, call: Call, moments: dict[str, Tensor], into: Captured) -> None:
-        observed = call.observed
+        observed, sent, sink = call.observed, call.sent, self.armed.sink
         if into is self._asked:  # the backward that counts may still come
             call.asked = True
             kept = {kind: x.clone() for kind, x in observed.moments.items()}
+            if sent is not None:
+                kept[INPUTS] = sent.whole(call.block)
         else:
             kept = observed.moments
             call.finish()
             if not self._sentinel.is_set:
                 self._sentinel.watch(call.block.parameters[0])
+            if sent is not None and sink is not None:
+                into.note(call.inputs_name, observed.positions)
+                sink.counted(call.inputs_name, sent)
         for kind, whole in (kept | moments).items():
             name, moment = f"{call.block.name}/{kind}", call.block.in_parts(kind, whole)
             into.add(name, moment, observed.positions)
-            if self.armed.sink is not None and into is self._captured:
-                self.armed.sink.grown(name, into)
+            if sink is not None and into is self._captured:
+                sink.grown(name, into)

@@ -1,9 +1,10 @@
 """Runs a plan's exchanges.
 
-The same code runs on gloo and NCCL. A reduce-scatter-v is one reduction, and an
-all-gather-v one broadcast, for each rank that has a part in a bucket, all in flight at
-once: uneven parts cost no padding and no copy. On gloo this is also faster than
-reduce_scatter and all_to_all.
+The same code runs on gloo and NCCL. What a bucket becomes on the wire is the plan's
+(`natgrad.plan.messages`), and so is the order in which collectives start: on gloo a
+reduction, or a broadcast, for each rank that has a part in it, all in flight at once,
+which is faster there than reduce_scatter and all_to_all; on NCCL one collective of
+equal parts.
 
 Buckets and their order are in `transfer`, process groups in `links`, the naming of lost
 ranks in `watchdog`.
@@ -15,7 +16,8 @@ import socket
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -24,17 +26,20 @@ from torch import Tensor
 
 from natgrad.distributed.compare import require_same, require_same_options
 from natgrad.distributed.links import Key, Links, job_store
+from natgrad.distributed.loads import Spares
 from natgrad.distributed.options import CommOptions
 from natgrad.distributed.traffic import Counts, Traffic
-from natgrad.distributed.transfer import Flight, Spares, Stage
+from natgrad.distributed.transfer import Flight, Walk
 from natgrad.distributed.watchdog import START_AGAIN, Pulse
 from natgrad.plan import EXCHANGES, Plan
-from natgrad.plan.buckets import Bucket, make_buckets
-from natgrad.plan.hosts import nodes_of, rails_of
+from natgrad.plan.hosts import nodes_of
+from natgrad.plan.messages import AGREE, CONTROL, Message, Way, Wiring
+from natgrad.plan.sequence import Departure, Leg, departures, small
+from natgrad.plan.strategies import Ranks
 
-# Sums come back to a node while the next bucket's go up: each way has its own order.
-DOWN = " down"
-# All-to-alls are made in a step, one after another: they need no lanes of their own.
+# Reductions may be open while something else is asked for between steps.
+REDUCE, SHARE = "reduce", "share"
+# All-to-alls are made in a step, one after another.
 SWAP = "swap"
 
 
@@ -51,6 +56,11 @@ def world_of(group: Any = None) -> int:
 def rank_of(group: Any = None) -> int:
     """This process's rank in a process group; 0 where there is none."""
     return dist.get_rank(group) if world_of(group) > 1 else 0
+
+
+def backend_of(group: Any = None) -> str:
+    """The backend of a process group; "" where there is none."""
+    return dist.get_backend(group) if world_of(group) > 1 else ""
 
 
 def tell(mark: str, said: Any, group: Any = None) -> list[Any]:
@@ -88,15 +98,20 @@ class Communicator:
         self.options = options or CommOptions()
         self.world = world_of(group)
         self.rank = rank_of(group)
-        self.layout = lru_cache(maxsize=64)(_layouts(plan))
         self.spares = Spares()
+        self.log: list[Message] | None = None
         self._everyone = tuple(range(self.world))
-        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+        self._nodes: tuple[Ranks, ...] = ()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._way: Way = self.options.way(backend_of(group))
         self.moved = Traffic()
         self._over = ""
         if self.world > 1:
             self._connect(group, fingerprint or {}, hosts)
         self._require_world()
+        # not a method of this object, which would then keep itself alive
+        leaving = partial(_departures, plan, self.options, self._nodes, self._way)
+        self.departures = lru_cache(maxsize=64)(leaving)
 
     def _require_world(self) -> None:
         if self.plan.world != self.world:
@@ -129,18 +144,23 @@ class Communicator:
 
     def _keys(self) -> list[Key]:
         """Every group that any exchange of the plan may use, in one order."""
-        keys: set[Key] = {("agree", self._everyone)}
+        keys: set[Key] = {(SHARE, self._everyone)}
         for name, exchange in self.plan.exchanges.items():
             if exchange.swaps:
                 keys.add((SWAP, self._everyone))
                 continue
-            everything = tuple(item.name for item in exchange.items)
-            first, second = self.layout(name, everything, 1)
-            keys |= {(_lane(name, b), b.ranks) for b in first + second}
-            if self._nodes and exchange.reduces and first:
-                keys |= {(name, ranks) for ranks in rails_of(self._nodes)}
-                keys |= {(name + way, r) for r in self._nodes for way in ("", DOWN)}
+            legs = (Leg(exchange=name, names=tuple(i.name for i in exchange.items)),)
+            # one item a bucket has all the groups that more of them have
+            wiring = replace(self.wiring(torch.float32), bucket_bytes=1)
+            first, second = departures(self.plan, legs, wiring)
+            for departure in first + second:
+                stages = departure.stages
+                keys |= {(_lane(m), m.ranks) for stage in stages for m in stage}
         return sorted(keys)
+
+    def wiring(self, dtype: torch.dtype) -> Wiring:
+        """How exchanges of tensors of a dtype become collectives."""
+        return self.options.wiring(dtype, self._nodes, self._way)
 
     def begin(
         self,
@@ -156,7 +176,17 @@ class Communicator:
         """
         if exchange not in self.plan.exchanges:
             raise ValueError(f"Invalid exchange={exchange!r}. Must be in {EXCHANGES}.")
-        return Flight(self, exchange, tuple(names), dtype, torch.device(device))
+        leg = Leg(exchange=exchange, names=tuple(names))
+        return self.begin_together([leg], dtype, device).flights[0]
+
+    def begin_together(
+        self,
+        legs: Sequence[Leg],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> Walk:
+        """Open several exchanges whose buckets leave in one order, a flight each."""
+        return Walk(self, legs, dtype, torch.device(device))
 
     def all_to_all(
         self, exchange: str, got: Tensor, given: Tensor, of: list[int], to: list[int]
@@ -169,12 +199,12 @@ class Communicator:
 
     def agree(self, vector: Tensor) -> Tensor:
         """The sum of a small vector over all ranks, on all ranks."""
-        return self._everywhere("agree", vector.clone(), dist.ReduceOp.SUM)()
+        return self._everywhere(AGREE, vector.clone(), dist.ReduceOp.SUM)()
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """``x`` of one rank, on all ranks; the others give a tensor to fill."""
         # "control" is gloo's: the other's backend may not know tensors on the CPU
-        lane = "control" if x.device.type == "cpu" else "agree"
+        lane = CONTROL if x.device.type == "cpu" else SHARE
         with self.explained("broadcast"):
             self.wait(self._links.broadcast((lane, self._everyone), x, source), x)
         return x
@@ -188,18 +218,25 @@ class Communicator:
     def largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
         """Start to find the largest of each number over all ranks; call to wait."""
         vector = torch.tensor(numbers, dtype=torch.int64)
-        ask = self._everywhere("control", vector, dist.ReduceOp.MAX)
+        ask = self._everywhere(CONTROL, vector, dist.ReduceOp.MAX)
         return lambda: [int(x) for x in ask()]
 
-    def _everywhere(self, lane: str, vector: Tensor, op: Any) -> Callable[[], Tensor]:
+    def _everywhere(self, what: str, vector: Tensor, op: Any) -> Callable[[], Tensor]:
         if self.world == 1:
             return lambda: vector
-        size = vector.numel() * vector.element_size()
-        self.moved.add(lane, calls=1, sent=size, received=size)
-        self._pulse.mark(f"after its last {lane}")
-        with self.explained(lane):
-            work = self._links.all_reduce((lane, self._everyone), vector, op)
-        return lambda: self._waited(lane, work, vector)
+        message = small(what, self.world, vector.numel(), vector.element_size())
+        self._note(message)
+        self.moved.add(what, sent=message.bytes, received=message.bytes)
+        self._pulse.mark(f"after its last {what}")
+        with self.explained(what):
+            key = _lane(message), self._everyone
+            work = self._links.all_reduce(key, vector, op)
+        return lambda: self._waited(what, work, vector)
+
+    def _note(self, message: Message) -> None:
+        self.moved.add(message.exchange, calls=1, padding=message.padding)
+        if self.log is not None:
+            self.log.append(message)
 
     def _waited(self, lane: str, work: Any, vector: Tensor) -> Tensor:
         with self.explained(lane):
@@ -213,8 +250,8 @@ class Communicator:
     def fail(self, error: BaseException) -> bool:
         """Tell the other ranks why this one does not go on.
 
-        Returns True if all ranks have failed alike and may go on together. Else no
-        exchange can begin any more: the others have ended.
+        Returns True if all ranks have failed with the same error and may go on
+        together. Else no exchange can begin any more: the others have ended.
         """
         if self.world == 1 or self._pulse.fail(error):
             return True
@@ -246,19 +283,24 @@ class Communicator:
         ``step`` is the last step closed by ``end_step``, or all so far. Bytes are
         payload as defined in `natgrad.plan.exchange`, so they equal the plan's
         ``volumes()`` times the size of an element; contributions that came late, to
-        buckets already gone, add to them. ``agree`` and ``control`` (who is late) are
-        not in the plan.
+        buckets already gone, add to them. ``calls`` are collectives, ``padding`` the
+        bytes that equal parts add to them. ``agree`` and ``control`` are the small sums
+        that all ranks take part in.
         """
         return self.moved.report()
 
     # -- what a flight needs ----------------------------------------------------------
 
-    def stream(self, device: torch.device, exchange: str) -> torch.cuda.Stream:
-        """The stream on which an exchange runs on a GPU."""
-        key = device, exchange
-        if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(device)
-        return self._streams[key]
+    def call(self, message: Message, buffer: Tensor) -> Any:
+        """Start a collective of the plan."""
+        self._note(message)
+        return self._links.call(_lane(message), message, buffer, self.rank)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream on which exchanges run on a GPU."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     @contextmanager
     def explained(self, doing: str) -> Generator[None]:
@@ -280,61 +322,20 @@ class Communicator:
         with self.explained(doing):
             pass
 
-    def stages(self, exchange: str, bucket: Bucket, wire: Tensor) -> list[Stage]:
-        """The collectives that move a bucket, each stage after the one before."""
-        if len(bucket.ranks) == 1:
-            return []
-        links, key = self._links, (_lane(exchange, bucket), bucket.ranks)
-        parts = [(peer, wire[part]) for peer, part in bucket.segments]
-        if bucket.kind == "gather":
-            return [lambda: [links.broadcast(key, x, r) for r, x in parts]]
-        if self._nodes and bucket.kind == "reduce":
-            return self._reduce_by_node(exchange, parts)
-        if self._nodes:
-            return self._all_reduce_by_node(exchange, wire)
-        if bucket.kind == "reduce":
-            return [lambda: [links.reduce(key, x, r) for r, x in parts]]
-        return [lambda: [links.all_reduce(key, wire)]]
 
-    def _reduce_by_node(
-        self, exchange: str, parts: list[tuple[int, Tensor]]
-    ) -> list[Stage]:
-        """Within a node to whoever has the peer's place there, then between nodes."""
-        links, (place, node, rail) = self._links, self._at(exchange)
-        spot = {r: i for ranks in self._nodes for i, r in enumerate(ranks)}
-        ours = [(r, x) for r, x in parts if spot[r] == place]
-        return [
-            lambda: [links.reduce(node, x, node[1][spot[r]]) for r, x in parts],
-            lambda: [links.reduce(rail, x, r) for r, x in ours],
-        ]
-
-    def _all_reduce_by_node(self, exchange: str, wire: Tensor) -> list[Stage]:
-        """Each rank of a node sums a chunk there, then with its peers elsewhere."""
-        links, (_, node, rail) = self._links, self._at(exchange)
-        chunks = zip(node[1], wire.tensor_split(len(node[1])), strict=True)
-        parts = [(r, x) for r, x in chunks if x.numel()]
-        ours = [x for r, x in parts if r == self.rank]
-        down = (exchange + DOWN, node[1])
-        return [
-            lambda: [links.reduce(node, x, r) for r, x in parts],
-            lambda: [links.all_reduce(rail, x) for x in ours],
-            lambda: [links.broadcast(down, x, r) for r, x in parts],
-        ]
-
-    def _at(self, exchange: str) -> tuple[int, Key, Key]:
-        """This rank's place in its node, its node, and the same place of all nodes."""
-        node = next(ranks for ranks in self._nodes if self.rank in ranks)
-        place = node.index(self.rank)
-        return place, (exchange, node), (exchange, rails_of(self._nodes)[place])
+def _departures(
+    plan: Plan,
+    options: CommOptions,
+    nodes: tuple[Ranks, ...],
+    way: Way,
+    legs: tuple[Leg, ...],
+    dtype: torch.dtype,
+) -> tuple[list[Departure], list[Departure]]:
+    return departures(plan, legs, options.wiring(dtype, nodes, way))
 
 
-def _lane(exchange: str, bucket: Bucket) -> str:
-    # Shares never overlap backward, so they need no order of their own.
-    return "share" if bucket.kind == "gather" else exchange
-
-
-def _layouts(plan: Plan) -> Callable[..., tuple[tuple[Bucket, ...], ...]]:
-    def layout(exchange: str, names: tuple[str, ...], limit: int) -> Any:
-        return make_buckets(plan.exchanges[exchange], names, limit)
-
-    return layout
+def _lane(message: Message) -> str:
+    """A group for the CPU, one for reductions, one for all else."""
+    if message.exchange == CONTROL:
+        return CONTROL
+    return REDUCE if message.exchange.startswith("reduce") else SHARE

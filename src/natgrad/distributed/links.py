@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
+from natgrad.plan.messages import Message, Part
 from natgrad.plan.strategies import Ranks
 
 Key = tuple[str, Ranks]
@@ -64,10 +65,6 @@ class Links:
     def all_reduce(self, key: Key, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
         return dist.all_reduce(x, op=op, group=self._groups[key], async_op=True)
 
-    def reduce(self, key: Key, x: Tensor, to: int) -> Any:
-        rank = self.globals[to]
-        return dist.reduce(x, dst=rank, group=self._groups[key], async_op=True)
-
     def broadcast(self, key: Key, x: Tensor, source: int) -> Any:
         rank = self.globals[source]
         return dist.broadcast(x, src=rank, group=self._groups[key], async_op=True)
@@ -78,6 +75,84 @@ class Links:
         """``of`` each rank so many elements, ``to`` each so many."""
         group = self._groups[key]
         return dist.all_to_all_single(got, given, of, to, group, async_op=True)
+
+    def call(self, lane: str, message: Message, buffer: Tensor, rank: int) -> Any:
+        """Start a planned collective on a bucket's buffer."""
+        key = lane, message.ranks
+        peer, start, stop = message.parts[0]
+        if len(message.parts) > 1:
+            return Packed(message, buffer, rank, self._groups[key])
+        x = buffer[start:stop]
+        if message.kind == "all_reduce":
+            return self.all_reduce(key, x)
+        if message.kind == "broadcast":
+            return self.broadcast(key, x, peer)
+        to = self.globals[peer]
+        return dist.reduce(x, dst=to, group=self._groups[key], async_op=True)
+
+
+class Packed:
+    """One collective of several parts, and the way of these to it and back.
+
+    Parts lie side by side: in a reduce-scatter and an all-gather each rank's in a
+    stretch of its own, all equally long, and in an all-reduce without gaps.
+    """
+
+    def __init__(self, message: Message, buffer: Tensor, rank: int, group: Any) -> None:
+        self._message, self._buffer, self._rank = message, buffer, rank
+        ranks, kind, longest = message.ranks, message.kind, message.longest
+        dense = kind == "all_reduce"
+        size = message.elements if dense else longest * len(ranks)
+        self._whole = buffer.new_zeros(size)
+        self._slots: list[slice] = []
+        ends = {r: 0 if dense else longest * i for i, r in enumerate(ranks)}
+        for peer, start, stop in message.parts:
+            at = sum(s.stop - s.start for s in self._slots) if dense else ends[peer]
+            self._slots.append(slice(at, at + stop - start))
+            ends[peer] = at + stop - start
+        for (peer, start, stop), slot in self._pairs():
+            if peer == rank or not message.shares:
+                self._whole[slot] = buffer[start:stop]
+        self._work = self._run(kind, longest * ranks.index(rank), longest, group)
+        self._copied = False
+
+    def _pairs(self) -> Iterable[tuple[Part, slice]]:
+        return zip(self._message.parts, self._slots, strict=True)
+
+    def _run(self, kind: str, first: int, longest: int, group: Any) -> Any:
+        whole = self._whole
+        if kind == "all_reduce":
+            return dist.all_reduce(whole, group=group, async_op=True)
+        # not a view: what is written may not be what is read
+        own = self._own = whole[first : first + longest].clone()
+        self._first = first
+        output, given = (whole, own) if kind == "all_gather" else (own, whole)
+        return _renamed(kind)(output, given, group=group, async_op=True)
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self, *timeout: Any) -> None:
+        """Wait, on a GPU its stream; then put what came where it belongs."""
+        self._work.wait(*timeout)
+        if self._copied:
+            return
+        self._copied = True
+        scattered = self._message.kind == "reduce_scatter"
+        for (peer, start, stop), slot in self._pairs():
+            if (peer == self._rank) != self._message.shares:
+                a, b = slot.start, slot.stop
+                came = self._whole[slot]
+                if scattered:
+                    came = self._own[a - self._first : b - self._first]
+                self._buffer[start:stop] = came
+
+
+def _renamed(name: str) -> Any:
+    """A collective on single tensors, by the name that this torch has for it."""
+    old = {"reduce_scatter": "reduce_scatter_tensor"}.get(name, f"{name}_into_tensor")
+    new = f"{name}_single"
+    return getattr(dist, new if hasattr(dist, new) else old)
 
 
 def job_store(ranks: Ranks) -> Any:

@@ -6,7 +6,7 @@ Counts = dict[str, dict[str, int]]
 
 
 class Traffic:
-    """Calls, and bytes sent and received, by exchange."""
+    """Calls, bytes sent and received, and bytes of padding beside them, by exchange."""
 
     def __init__(self) -> None:
         self._step: Counts = {}
@@ -14,14 +14,20 @@ class Traffic:
         self._last: Counts | None = None
 
     def add(
-        self, exchange: str, *, calls: int = 0, sent: int = 0, received: int = 0
+        self,
+        exchange: str,
+        *,
+        calls: int = 0,
+        sent: int = 0,
+        received: int = 0,
+        padding: int = 0,
     ) -> None:
         """Count what an exchange has moved."""
+        more = {"calls": calls, "sent": sent, "received": received, "padding": padding}
         for counts in (self._step, self._total):
-            old = counts.setdefault(exchange, {"calls": 0, "sent": 0, "received": 0})
-            old["calls"] += calls
-            old["sent"] += sent
-            old["received"] += received
+            old = counts.setdefault(exchange, dict.fromkeys(more, 0))
+            for name, number in more.items():
+                old[name] += number
 
     def end_step(self) -> None:
         """Close the counts of a step; `report` then shows that step's."""

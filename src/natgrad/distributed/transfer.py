@@ -1,117 +1,198 @@
-"""One exchange under way: buckets that fill, leave and land.
+"""Exchanges under way: buckets that fill, leave in one order, and land.
 
 Note [Order of buckets]
-    All ranks must start the collectives of a group in the same order. Bucket i leaves
-    when this rank has put all of its items and bucket i - 1 has left; ``finish`` sends
-    the rest. Each exchange that may be open during backward has groups of its own, so
-    that two of them, or DDP, may interleave differently on different ranks.
+    All ranks start all collectives in one order, which is the plan's (Note [One order]
+    in `natgrad.plan.sequence`). Exchanges that are open together, as those of a
+    backward are, have one queue. The head of it starts when this rank has put all of
+    its items (or, of a later stage, when the stage before is complete); ``send`` starts
+    the rest.
 
 Note [Same names]
-    gloo ends the process when sizes differ, so a reduction's names are compared before
-    its first bucket leaves, by a small all-reduce that runs since ``begin``. A share
-    has no time to hide it in: its names must follow from what ranks agreed on.
+    gloo ends the process when sizes differ, so the names of reductions are compared
+    before the first bucket leaves, by a small all-reduce that runs since they began. A
+    share has no time to hide it in: its names must follow from what ranks agreed on.
 
 Note [Late contributions]
     A second backward in one step puts items whose bucket may have left. What comes late
-    is summed aside. ``finish`` asks all ranks (one small all-reduce) whether anything
-    is late anywhere; if so they agree on the buckets and send those again. So ranks
-    may put different items, a different number of times, and never wait for a bucket
-    that another rank does not send. By the same question they learn whether some rank
-    has put what does not count any more: the flight is then void on all of them.
+    is summed aside. ``send`` asks all ranks (one small all-reduce) whether anything is
+    late anywhere; if so they agree on the buckets and send those again. So ranks may
+    put different items, a different number of times, and never wait for a bucket that
+    another rank does not send. By the same question they learn whether some rank has
+    put what does not count any more: the flight is then void on all of them.
 
 Note [Streams]
-    On a GPU a wait blocks the stream, not the host. So all stages of a bucket are
-    issued as it leaves, in one order on all ranks, on a side stream that the current
-    one waits for in ``finish``. Each exchange has a side stream of its own: on a common
-    one, two that interleave differently on two ranks would wait for each other. On a
-    CPU a wait blocks, so later stages start when a put or ``finish`` finds the earlier
-    ones complete.
+    On a GPU a wait blocks the stream, not the host. So the stages of a bucket are
+    issued on a side stream that the current one waits for when it lands. All exchanges
+    share one: they are issued in one order on all ranks. On a CPU a wait blocks, so a
+    later stage starts when a put or ``send`` finds the earlier one complete.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from natgrad.plan.buckets import Bucket, bucket_limit
+from natgrad.distributed.loads import Load
+from natgrad.plan.sequence import Departure, Leg, in_order
 
 if TYPE_CHECKING:
     from natgrad.distributed.communicator import Communicator
 
-Stage = Callable[[], list[Any]]
 
+class Walk:
+    """Exchanges that are open together. See Note [Order of buckets].
 
-class Spares:
-    """Buffers that are used again: as many as were ever taken at once, and no more.
-
-    What is exchanged differs from step to step, and so do sizes.
+    Attributes:
+        flights: one a leg.
+        sent: whether everything has left.
     """
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-
-    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """At least ``size`` elements: the smallest that is free, or a new one."""
-        free = self._free.setdefault((dtype, device), [])
-        free.sort(key=Tensor.numel)
-        for i, buffer in enumerate(free):
-            if buffer.numel() >= size:
-                return free.pop(i)
-        if free:
-            free.pop()  # all are too small: the new one takes the place of one
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def give(self, buffer: Tensor, device: torch.device) -> None:
-        """Give back what was taken for a device."""
-        self._free[buffer.dtype, device].append(buffer)
-
-
-class Flight:
-    """Made by `Communicator.begin`: put items, then finish."""
 
     def __init__(
         self,
         comm: Communicator,
-        exchange: str,
-        names: tuple[str, ...],
+        legs: Sequence[Leg],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._comm, self._plan = comm, comm.plan.exchanges[exchange]
-        self._names = dict.fromkeys(names)
-        self._dtype, self._device = dtype, device
-        self._wire = comm.options.wire_dtype(exchange, dtype)
-        most = comm.options.bucket_bytes // self._wire.itemsize
-        # See Note [Order of buckets]: the first must be full long before the last.
-        limit = bucket_limit(self._plan, self._names, most)
-        first, self._second = comm.layout(exchange, tuple(self._names), limit)
-        self._loads = [self._load(b) for b in first if comm.rank in b.ranks]
-        self._where = {name: load for load in self._loads for name in load.mine}
-        self._left = 0
-        self._late: dict[str, Tensor] = {}
-        self._own: dict[str, Tensor] = {}
-        self.finished = False
-        self.is_void = False
-        self._marks = self._ask()
+        self._comm = comm
+        self.sent = False
+        first, second = comm.departures(tuple(legs), dtype)
+        self.flights = [Flight(comm, self, leg, dtype, device) for leg in legs]
+        loads = [self.flights[d.leg].add(d) for d in first]
+        for departure in second:
+            self.flights[departure.leg].follow(departure)
+        self._queue = deque(
+            (load, stage)
+            for i, stage in in_order(first)
+            if (load := loads[i]) is not None
+        )
+        self._reducing = [f for f in self.flights if f.reduces]
+        self._marks = self._ask(legs, dtype)
 
-    def _ask(self) -> Callable[[], list[int]] | None:
+    def _ask(
+        self, legs: Sequence[Leg], dtype: torch.dtype
+    ) -> Callable[[], list[int]] | None:
         """See Note [Same names]."""
-        if not (self._plan.reduces and self._plan.items):
+        if legs and not self._reducing:
             return None
-        text = repr((self._plan.name, list(self._names), self._dtype))
+        text = repr([(leg.exchange, leg.names, dtype) for leg in legs])
         mark = zlib.crc32(text.encode())
         return self._comm.largest([mark, -mark])
+
+    def require_same_names(self) -> None:
+        """Raise on all ranks if they began with different ones."""
+        most, least = self._marks() if self._marks else (0, 0)
+        self._marks = None
+        if most != -least:
+            names = " and ".join(dict.fromkeys(f.exchange for f in self.flights))
+            raise ValueError(f"Ranks began {names} with different names or dtypes.")
+
+    def advance(self) -> None:
+        """Start what is next as long as that waits for nothing."""
+        while self._queue:
+            load, stage = self._queue[0]
+            if not ((load.full or load.closed) if stage == 0 else load.idle):
+                return
+            self._start()
+
+    def _start(self) -> None:
+        self.require_same_names()
+        load, stage = self._queue.popleft()
+        load.start(stage)
+
+    def send(self) -> None:
+        """Start all that is left, and agree on what is late or void."""
+        self.require_same_names()
+        for flight in self.flights:
+            flight.note_missing()
+        self.sent = True
+        while self._queue:
+            self._start()
+        if self._reducing:
+            self._agree_on_late()
+
+    def _agree_on_late(self) -> None:
+        """See Note [Late contributions]."""
+        known = [n for f in self._reducing for n in (len(f.late), int(f.is_void))]
+        most = self._comm.largest(known)()
+        for flight, late, void in zip(
+            self._reducing, most[::2], most[1::2], strict=True
+        ):
+            flight.is_void, flight.is_late = bool(void), bool(late and not void)
+        again = [f for f in self._reducing if f.is_late]
+        flags = [flag for f in again for flag in f.late_loads()]
+        if not flags:
+            return
+        agreed = self._comm.largest(flags)()
+        ends = [0]
+        for flight in again:
+            ends.append(ends[-1] + len(flight.late_loads()))
+        for flight, (a, b) in zip(again, pairwise(ends), strict=True):
+            flight.repeat(agreed[a:b])
+
+
+class Flight:
+    """One exchange under way, made by `Communicator.begin`: put items, then finish.
+
+    Attributes:
+        exchange: its name.
+        is_void: after the walk was sent, whether some rank has voided it.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        walk: Walk,
+        leg: Leg,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.exchange = leg.exchange
+        self._comm, self._walk = comm, walk
+        self._plan = comm.plan.exchanges[leg.exchange]
+        self._names = dict.fromkeys(leg.names)
+        self._dtype, self._device = dtype, device
+        self._wire = comm.options.wire_dtype(leg.exchange, dtype)
+        self._loads: list[Load] = []
+        self._where: dict[str, Load] = {}
+        self._second: list[Departure] = []
+        self._again: list[Departure] = []
+        self._departures: list[Departure] = []
+        self._own: dict[str, Tensor] = {}
+        self._missing: list[str] = []
+        self.late: dict[str, Tensor] = {}
+        self.is_void = self.is_late = self.finished = False
+
+    @property
+    def reduces(self) -> bool:
+        """Whether sums move, and any at all."""
+        return self._plan.reduces and bool(self._plan.items)
+
+    def add(self, departure: Departure) -> Load | None:
+        """Take a bucket along, if this rank has a part in it."""
+        if self._comm.rank not in departure.bucket.ranks:
+            return None
+        load = self._load(departure)
+        self._loads.append(load)
+        self._departures.append(departure)
+        self._where |= dict.fromkeys(load.mine, load)
+        return load
+
+    def follow(self, departure: Departure) -> None:
+        """A bucket of what the others have brought."""
+        self._second.append(departure)
 
     def put(self, name: str, flat: Tensor) -> None:
         """Hand over this rank's part of an item: a 1-D tensor of the planned size.
 
         In a reduction a second put adds to the first. In a share only the sources'
-        puts count. Buckets that are full leave at once.
+        puts count. Buckets that are full leave as soon as it is their turn.
         """
         self._require_open()
         if name not in self._names:
@@ -132,214 +213,85 @@ class Flight:
         if load is None:
             return
         if load.left:
-            late = self._late.get(name)
+            late = self.late.get(name)
             flat = flat.to(self._dtype)
-            self._late[name] = flat.clone() if late is None else late.add_(flat)
+            self.late[name] = flat.clone() if late is None else late.add_(flat)
         else:
             load.put(name, flat)
         if self._comm.options.overlap:
-            self._leave(lambda load: load.full)
+            self._walk.advance()
 
     def void(self) -> None:
-        """Say, before `finish`, that what was put in this reduction must not count.
+        """Say, before all is sent, that what was put in this reduction must not count.
 
-        After ``finish`` `is_void` is then True on every rank, and sums mean nothing.
+        After that `is_void` is True on every rank, and sums mean nothing.
         """
         self.is_void = True
+
+    def close(self) -> None:
+        """Let all buckets leave, full or not; what is put from now on is late."""
+        for load in self._loads:
+            load.closed = True
+        self._walk.advance()
+
+    def late_loads(self) -> list[int]:
+        """For each bucket whether something of it is late here."""
+        return [int(any(n in self.late for n in x.mine)) for x in self._loads]
+
+    def repeat(self, flags: Sequence[int]) -> None:
+        """Send these buckets again, with what is late, when the others land."""
+        pairs = zip(self._departures, flags, strict=True)
+        self._again = [departure for departure, flag in pairs if flag]
 
     def finish(self) -> dict[str, Tensor]:
         """Send what is left, wait, and return what this rank receives, by name.
 
         In a reduction an item that a rank did not put counts as zeros. In a share sent
         in half precision a source gets its own items too, rounded as the others see
-        them. The tensors are the caller's to keep and to change.
+        them. The tensors are the caller's to keep and to change. Of exchanges that
+        began together all are sent.
         """
-        self._require_open()
+        if not self._walk.sent:
+            self._walk.send()
+        elif self.finished:
+            self._require_open()
         self.finished = True
-        self._require_same_names()
-        missing = [n for n in self._where if n not in self._where[n].filled]
-        self._leave(lambda load: True)
-        late = self._agree_on_late()
         results = {k: v for load in self._loads for k, v in load.land().items()}
-        for load in late:
-            for name, more in self._fly(load.bucket, self._late).items():
+        for departure in self._again:
+            for name, more in self._fly(departure, self.late).items():
                 results[name] = results[name] + more
-        for bucket in self._second:
-            if self._comm.rank in bucket.ranks:
-                results |= self._fly(bucket, results)
-        if missing and not self._plan.reduces:
+        for departure in self._second:
+            if self._comm.rank in departure.bucket.ranks:
+                results |= self._fly(departure, results)
+        if self._missing and not self._plan.reduces:
             # Only now, so that no other rank waits for what does not come.
-            raise ValueError(f"{missing} were not put. Must be, by their source.")
+            raise ValueError(f"{self._missing} were not put. Must be, by their source.")
         return self._own | results
 
+    def note_missing(self) -> None:
+        """Remember what was not put."""
+        self._missing = [n for n in self._where if n not in self._where[n].filled]
+
     def _require_open(self) -> None:
-        if self.finished:
+        if self.finished or self._walk.sent:
             self._comm.require_company(self._plan.name)
             raise ValueError(f"This {self._plan.name} has finished. Begin a new one.")
 
-    def _require_same_names(self) -> None:
-        most, least = self._marks() if self._marks else (0, 0)
-        self._marks = None
-        if most != -least:
-            raise ValueError(
-                f"Ranks began {self._plan.name} with different names or dtypes."
-            )
-
-    def _leave(self, may: Callable[[_Load], bool]) -> None:
-        """See Note [Order of buckets]."""
-        while self._left < len(self._loads) and may(self._loads[self._left]):
-            self._require_same_names()
-            self._loads[self._left].leave()
-            self._left += 1
-        # Later stages too start in the order of buckets.
-        for load in self._loads[: self._left]:
-            load.advance(wait=False)
-            if load.stages_left:
-                return
-
-    def _agree_on_late(self) -> list[_Load]:
-        """See Note [Late contributions]."""
-        if not (self._plan.reduces and self._loads):
-            return []
-        late, void = self._comm.largest([len(self._late), int(self.is_void)])()
-        self.is_void = bool(void)
-        if self.is_void or not late:
-            return []
-        flags = [any(n in self._late for n in load.mine) for load in self._loads]
-        agreed = self._comm.largest([int(flag) for flag in flags])()
-        return [x for x, flag in zip(self._loads, agreed, strict=True) if flag]
-
-    def _fly(self, bucket: Bucket, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        load = self._load(bucket)
+    def _fly(
+        self, departure: Departure, values: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        load = self._load(departure)
         for name in load.mine:
             if name in values:
                 load.put(name, values[name])
-        load.leave()
-        return load.land()
+        return load.fly()
 
-    def _load(self, bucket: Bucket) -> _Load:
-        return _Load(
-            self._comm, self._plan.name, bucket, self._dtype, self._wire, self._device
+    def _load(self, departure: Departure) -> Load:
+        return Load(
+            self._comm,
+            self._plan.name,
+            departure,
+            self._dtype,
+            self._wire,
+            self._device,
         )
-
-
-class _Load:
-    """A bucket's buffer and the collectives that move it."""
-
-    def __init__(
-        self,
-        comm: Communicator,
-        exchange: str,
-        bucket: Bucket,
-        dtype: torch.dtype,
-        wire: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.bucket, self.mine = bucket, bucket.put_by(comm.rank)
-        self.filled: set[str] = set()
-        self.left = False
-        self._comm, self._exchange = comm, exchange
-        self._dtype, self._wire_dtype, self._device = dtype, wire, device
-        self._stages: list[Stage] = []
-        self._works: list[Any] = []
-
-    @property
-    def full(self) -> bool:
-        return len(self.filled) == len(self.mine)
-
-    @property
-    def stages_left(self) -> bool:
-        return bool(self._stages)
-
-    def put(self, name: str, flat: Tensor) -> None:
-        if not self.filled:
-            self._buffer = self._take()
-        slot = self._buffer[self.bucket.slots[name]]
-        if name in self.filled:
-            slot.add_(flat)
-        else:
-            slot.copy_(flat)
-        self.filled.add(name)
-
-    def leave(self) -> None:
-        """Send. What a reduction was not given is zero; in a share it is NaN."""
-        if not self.filled:
-            self._buffer = self._take()
-        blank = float("nan") if self.bucket.kind == "gather" else 0.0
-        for name in self.mine:
-            if name not in self.filled:
-                self._buffer[self.bucket.slots[name]] = blank
-        self.left = True
-        self._wire = _narrowed(self._buffer, self._wire_dtype)
-        self._stages = self._comm.stages(self._exchange, self.bucket, self._wire)
-        sent, received = self.bucket.volume(self._comm.rank)
-        size = self._wire.element_size()
-        self._comm.moved.add(self._exchange, sent=sent * size, received=received * size)
-        with self._side_stream():
-            self._start()
-            if self._device.type == "cuda":
-                self.advance(wait=True)
-
-    def advance(self, wait: bool) -> None:
-        """Start each stage whose predecessor is complete, or wait until it is."""
-        while self._stages and (wait or all(w.is_completed() for w in self._works)):
-            self._wait()
-            self._start()
-        if wait:
-            self._wait()
-
-    def _start(self) -> None:
-        if self._stages:
-            with self._comm.explained(self._exchange):
-                self._works = self._stages.pop(0)()
-            self._comm.moved.add(self._exchange, calls=len(self._works))
-
-    def _wait(self) -> None:
-        with self._comm.explained(self._exchange):
-            for work in self._works:
-                self._comm.wait(work, self._wire)
-        self._works = []
-
-    def land(self) -> dict[str, Tensor]:
-        """Wait, and return what this rank receives."""
-        self.advance(wait=True)
-        if self._device.type == "cuda":
-            side = self._comm.stream(self._device, self._exchange)
-            torch.cuda.current_stream(self._device).wait_stream(side)
-        bucket, rank = self.bucket, self._comm.rank
-        full = self._wire.to(self._dtype)
-        if bucket.kind == "reduce":
-            # Copied: a view would keep all of the bucket for this rank's small part.
-            got = [p.name for p in bucket.parcels if p.peer == rank]
-            results = {name: full[bucket.slots[name]].clone() for name in got}
-            self._comm.spares.give(self._taken, self._device)
-            return results
-        shared = bucket.kind == "all_reduce"
-        got = [p.name for p in bucket.parcels if shared or p.peer != rank]
-        return {name: full[bucket.slots[name]] for name in got}
-
-    def _take(self) -> Tensor:
-        size, dtype, device = self.bucket.elements, self._dtype, self._device
-        if self.bucket.kind != "reduce":  # what it brings is the caller's to keep
-            return torch.empty(size, dtype=dtype, device=device)
-        self._taken = self._comm.spares.take(size, dtype, device)
-        return self._taken[:size]
-
-    @contextmanager
-    def _side_stream(self) -> Generator[None]:
-        """See Note [Streams]."""
-        if self._device.type != "cuda":
-            yield
-            return
-        side = self._comm.stream(self._device, self._exchange)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            yield
-
-
-def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the dtype that is sent: float16 ends at its limits, not in infinities."""
-    if dtype == torch.float16 and x.dtype != dtype:
-        limit = torch.finfo(dtype).max
-        x = x.clamp(-limit, limit)
-    return x.to(dtype)

@@ -4,8 +4,9 @@ Note [Who is gone]
     gloo reports a lost connection but not whose, and NCCL may report nothing but a
     timeout. Each process counts in the store, in a thread of its own, and says where it
     is: how many marks it has passed, and whether it waits for others. Whoever meets an
-    error looks whose count stands still, who said that it failed, and who is behind the
-    others, and leaves its verdict in the store for those who meet theirs later.
+    error looks whose count no longer rises, who said that it failed, and who is
+    behind the others, and leaves its verdict in the store for those who meet theirs
+    later.
 
 Note [News]
     A failure and a verdict are news: whoever posts one counts it, and every thread asks
@@ -96,7 +97,7 @@ class Pulse:
     def fail(self, error: BaseException) -> bool:
         """Tell the others why this rank ends.
 
-        Returns whether all ranks have failed alike, and may go on together.
+        Returns whether all ranks have failed in the same way and may go on together.
         """
         text = f"{self._marks} {type(error).__name__}: {error}"[:LONGEST_MESSAGE]
         if text in self._own:
@@ -196,7 +197,7 @@ class Pulse:
             time.sleep(PULSE_SECONDS / 10)
 
     def _failure_of_another(self) -> str:
-        """That at the earliest mark, unless this rank has failed alike."""
+        """That at the earliest mark, unless this rank has failed in the same way."""
         found: list[tuple[int, int, str]] = []
         for rank in range(self._world):
             text = self._value(f"failed/{rank}") if rank != self._rank else ""

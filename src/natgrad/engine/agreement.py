@@ -1,17 +1,17 @@
-"""What all ranks know alike of a step.
+"""What all ranks know about a step, equal on each of them.
 
 Note [One decision on all ranks]
 Ranks must agree on what is refreshed, skipped and quarantined, or they would wait for
-each other for ever. Everything such a decision needs goes through `Communicator.agree`
+each other forever. Everything such a decision needs goes through `Communicator.agree`
 (a small sum over ranks): whether gradients are finite, which blocks have one, each due
 statistic's trace and count, and what owners found when they inverted. The traces also
 give every rank the mean eigenvalues for the pi-split, whoever owns the factors. Digests
-of what must be the same on all ranks come along: Note [Alike on all ranks] in
+of what must be the same on all ranks come along: Note [Equal on all ranks] in
 `replicas`. Reading the verdict is the step's one synchronisation.
 
 Note [Agreed overflow]
 A scaler looks at the gradients of its own rank and skips the step there. Where the
-optimizer itself reduces gradients, the other ranks would wait for that one for ever. So
+optimizer itself reduces gradients, the other ranks would wait for that one forever. So
 the optimizer tells the scaler that it handles overflows (as torch's fused optimizers
 do): the scaler then always steps, and says what it found. That goes into the step's
 agreement, all ranks skip or none does, and each rank's scaler is told of the overflow,

@@ -3,7 +3,7 @@
 Rank 0 looks for a profile, compares the strategies by `choose_strategy` and tells the
 other ranks. The profile is the first of: the ``profile`` argument, the file that
 ``$NATGRAD_PROFILE`` names, the file that ``natgrad calibrate`` writes by default, and
-built-in numbers that are nobody's machine, which it says.
+built-in numbers of no particular machine, which it says.
 
 What a forward and a backward take is not known when it chooses: strategies within 5% of
 each other in the seconds that they add to those are one to it.
@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from natgrad.distributed.communicator import rank_of, tell, world_of
-from natgrad.factors.refresh import Refresh, Timing
 from natgrad.options import Options, Profile
 from natgrad.plan.plan import Plan
 
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
     from natgrad.plan.autotune.profile import HardwareProfile
 
 AUTO = "auto"
-HORIZON = 10_000
-"""Steps over which a refresh policy's mean interval is taken."""
-ADAPTIVE_INTERVAL = 10
-"""What a policy that decides as it goes is taken for: SP-NGD, Table 2, 5% to 24%."""
 
 # not with |, which takes no name of what is yet to be imported
 
@@ -104,22 +99,6 @@ def built_in(device: torch.device, world: int) -> HardwareProfile:
     )
 
 
-def intervals(refresh: Refresh) -> tuple[float, float]:
-    """Mean steps between estimates, and between inversions, of a policy."""
-    own = type(refresh).open_account is not Refresh.open_account
-    if refresh.tolerance is not None or own:
-        return ADAPTIVE_INTERVAL, ADAPTIVE_INTERVAL
-    statistics = _mean_interval(refresh.after_statistic)
-    return statistics, max(statistics, _mean_interval(refresh.after_inverse))
-
-
-def _mean_interval(after: Callable[[int, Timing], int]) -> float:
-    step = count = 0
-    while step < HORIZON:
-        step, count = after(step, Timing()), count + 1
-    return step / count
-
-
 class Automatic:
     """A choice on all ranks, and its overhead over SGD once passes were timed.
 
@@ -142,7 +121,7 @@ class Automatic:
         self._given, self._options, self._device = make_plan, options, device
         self._profile, self._group = options.profile, options.group
         self._main = rank_of(self._group) == 0
-        self._interval = intervals(options.refresh)[0]
+        self._interval = options.refresh.mean_intervals()[0]
         self._gradients: str = make_plan.keywords["gradients"]
         self.choice = decided_by_first(self._choose, self._group)
         self.overhead: float | None = None
@@ -155,7 +134,7 @@ class Automatic:
         """The plan of the strategy chosen; collective if ``gradients`` have changed.
 
         Who averages gradients decides what a strategy costs, so that a model that DDP
-        wraps after all is chosen for anew.
+        wraps after all is chosen for again.
         """
         gradients = changes.get("gradients", self._gradients)
         if gradients != self._gradients:
@@ -169,7 +148,7 @@ class Automatic:
 
         given = self._given.keywords
         machine, where = find_machine(self._profile, self._device, given["world"])
-        statistics, inverses = intervals(self._options.refresh)
+        statistics, inverses = self._options.refresh.mean_intervals()
         choice = choose_strategy(
             self._given.args[0],
             given["world"],

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.capture.forwards import Armed, Captured, Sums, packed
+from natgrad.capture.forwards import Captured, Sums, packed
 from natgrad.capture.sampling import differentiate, sampled_loss
+from natgrad.capture.sink import Armed
 from natgrad.capture.unwrap import inside_ddp
 from natgrad.checkpoint.state_dict import convert
 from natgrad.diagnostics.timer import metered
@@ -76,8 +77,7 @@ class Engine(Machinery):
                 yield
         except BaseException as error:
             if not isinstance(error, CommError) and self.comm.fail(error):
-                self._void()
-                self.arm()
+                self.restart()
             raise
         self.arm()
 
@@ -131,7 +131,7 @@ class Engine(Machinery):
         gradients: dict[str, Tensor],
         overflow: Tensor | None,
     ) -> Verdict:
-        """What all ranks know alike. See Note [One decision on all ranks]."""
+        """What is equal on all ranks. See Note [One decision on all ranks]."""
         held = {b.name: b.has_gradient for b in self.blocks}
         means = [*gradients.values()] if self.own_gradients else []
         step, alone = self.statistics.step, self.comm.world == 1

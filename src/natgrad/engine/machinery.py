@@ -121,28 +121,31 @@ class Machinery(ABC):
         if self.sharded:
             self.shards = Shards(self.blocks, self.comm, self.like)
             self.references.total = self.comm.agree if self.comm.world > 1 else None
-        self.capture = Capture(
+        self.capture = self._watch(grad_scaler)
+        self._may_be_wrapped = follows_ddp and self.own_gradients
+        self.calls: dict[str, int] = {}
+        self._outbox: Outbox | None = None
+        self._reopen()
+
+    def _watch(self, grad_scaler: torch.amp.GradScaler | None) -> Capture:
+        return Capture(
             self.model,
             self.blocks,
-            loss=options.loss,
-            sampled=options.fisher == "sampled",
-            subsample=options.subsample,
+            loss=self.options.loss,
+            sampled=self.options.fisher == "sampled",
+            subsample=self.options.subsample,
             world=self.comm.world,
             grad_scaler=grad_scaler,
             meter=self.meter,
             before_forward=self.before_forward,
         )
-        self._may_be_wrapped = follows_ddp and self.own_gradients
-        self.calls: dict[str, int] = {}
-        self._outbox: Outbox | None = None
-        self._reopen()
 
     def _connect(self, plan: Plan) -> Communicator:
         options, same = self.options, self._replicas.fingerprint()
         return Communicator(plan, options.comm, options.group, fingerprint=same)
 
     def _reopen(self) -> None:
-        """Send by the plan and in the dtype of now; what was sent is void."""
+        """Send by the plan and in the present dtype; what was sent is void."""
         if self._outbox is not None:
             self._outbox.close()
         if self.comm.world > 1:
@@ -165,10 +168,15 @@ class Machinery(ABC):
         """Steps done so far."""
         return self.statistics.step
 
+    def restart(self) -> None:
+        """On all ranks: the passes since the last step do not count."""
+        self._void()
+        self.arm()
+
     def _void(self) -> None:
         """After a step that has failed, on all ranks: what of it was sent is void."""
+        self.capture.take()
         if self._outbox is not None:
-            self.capture.take()
             self._outbox.settle()
 
     def gather(self) -> None:

@@ -19,7 +19,7 @@ MEASURED = "measured"
 
 
 class Planning:
-    """Makes the plan, anew when more is known.
+    """Makes the plan, again when more is known.
 
     Attributes:
         auto: of ``strategy="auto"``, the choice.

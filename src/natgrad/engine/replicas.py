@@ -1,11 +1,11 @@
 """Whether all ranks train the same model in the same way.
 
-Note [Alike on all ranks]
+Note [Equal on all ranks]
 Each rank computes a part of an update, or all of it, by its own settings and from its
 own weights: if those differ, ranks diverge without an error. So everything that decides
 an update is compared. Options are at construction. What may change later (learning
 rates, momentum, weight decay and whatever else parameter groups have, damping and
-intervals at this step, the step itself) rides with each step's agreement as a digest,
+intervals at this step, the step itself) travels with each step's agreement as a digest,
 and so do the bits of all weights every ``check_weights`` steps. The agreement is a sum
 over ranks, so a digest d of 20 bits is sent as d and d * d, which float64 adds without
 rounding: n numbers are equal just when n times the sum of their squares is the square
@@ -46,7 +46,7 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class Replicas:
-    """Compares settings and weights between ranks. See Note [Alike on all ranks].
+    """Compares settings and weights between ranks. See Note [Equal on all ranks].
 
     Args:
         model: the model, unwrapped.
@@ -159,7 +159,7 @@ class Replicas:
         return found
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that are to be the same on all ranks: no shards, nobody's own."""
+        """Those that are to be the same on all ranks: no shards, no rank's own."""
         for name, p in self._model.named_parameters():
             whole = p.layout == torch.strided and type(p.data) is Tensor
             if whole and p.numel() and name not in self._ignored:

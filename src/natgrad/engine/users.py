@@ -73,8 +73,8 @@ class Inspectable:
     ) -> None:
         """Look at every block each ``every`` steps: `diagnostics` has the last look.
 
-        Call it on all ranks alike, before training. Averages are then kept that
-        ``decay=0`` would let go. ::
+        Call it on all ranks, before training. Averages are then kept that
+        ``decay=0`` would discard. ::
 
             kfac.watch(every=50, sink=natgrad.sinks.JsonlSink("diagnostics.jsonl"))
 
@@ -100,7 +100,7 @@ class Inspectable:
         return max(float(group["lr"]) for group in optimizer.param_groups)
 
     def diagnostics(self) -> dict[str, Any]:
-        """The last look at every block and statistic, alike on all ranks. See `watch`.
+        """The last look at every block and statistic, equal on all ranks. See `watch`.
 
         ``blocks`` has for each: ``largest``, ``median`` and ``smallest`` eigenvalue,
         ``effective_rank`` and ``condition`` (damped); ``damping``, ``damping_ratio`` to

@@ -6,7 +6,7 @@ the hooks and the preconditioning, a median over recent steps. Every step puts t
 allowance, less what preconditioning takes, into an account, and every refresh is paid
 from it as measured. The account decides what is due in the coming step: of all
 statistics the one first whose refresh is worth most a second, until the next cannot be
-paid. It is then saved for, so no statistic waits for ever, and a single step may exceed
+paid. It is then saved for, so no statistic waits forever, and a single step may exceed
 the overhead where the mean does not.
 
 Worth is ``change x age``: how much the statistic had changed at its last refresh (Osawa
@@ -14,7 +14,7 @@ et al. 2019, eq. 19) times the steps since. A statistic that drifts by r a step 
 costs c seconds settles at an interval proportional to sqrt(c / r), which is what makes
 the sum of all drifts least for the seconds spent.
 
-All ranks decide alike: each tells its seconds in the step's verdict, and all decide
+All ranks decide the same: each tells its seconds in the step's verdict, and all decide
 from the sums. Owners invert at the same time, so a refresh costs what the busiest
 takes.
 """
@@ -114,7 +114,7 @@ class Cost:
     """The smoothed seconds of one statistic, and its change from refresh to refresh.
 
     0 is not measured yet. Smoothing lets intervals settle: the change at a refresh is
-    proportional to the interval before it, and without it they would swing for ever.
+    proportional to the interval before it, and without it they would swing forever.
     """
 
     estimate: float = 0.0
@@ -124,7 +124,7 @@ class Cost:
 
 @dataclass(kw_only=True)
 class Books:
-    """What is known on all ranks alike, in seconds.
+    """What is known, equal on all ranks, in seconds.
 
     ``unpaid`` is what inversions in the step just done will cost: ranks tell it in the
     next. ``paid_`` are sums over steps.
@@ -185,7 +185,7 @@ class Account:
             ]
             told.append(0.0)
         vector = like.new_tensor(told, dtype=torch.float64)
-        # never 0: what stood still once is looked at again, some time
+        # never 0: what did not change once is looked at again, some time
         for name, change in local.changes.items():
             at = PER_RANK + PER_STATISTIC * [*self.costs].index(name) + 2
             vector[at] = change.double().nan_to_num(1.0, 1.0).clamp(LEAST_CHANGE, 1e12)

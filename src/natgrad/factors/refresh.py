@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from natgrad.factors.budget import Account
 
 Interval = int | Callable[[int], int]
+HORIZON = 10_000
+"""Steps over which a policy's mean interval is taken."""
+ADAPTIVE_INTERVAL = 10
+"""What a policy that decides as it goes is taken for: SP-NGD, Table 2, 5% to 24%."""
 
 
 @dataclass(kw_only=True)
@@ -35,7 +39,7 @@ class Timing:
 
 
 class Refresh(ABC):
-    """A rule that says when statistics and inverses are made anew."""
+    """A rule that says when statistics and inverses are made again."""
 
     tolerance: float | None = None
     """If set, owners compare each new inverse with the two before it, and `judge`."""
@@ -55,6 +59,14 @@ class Refresh(ABC):
     def share_of_step(self) -> float | None:
         """Which share of a step inversions may cost; None: any. See `Paced`."""
         return None
+
+    def mean_intervals(self) -> tuple[float, float]:
+        """Mean steps between estimates, and between inversions; 10 if it adapts."""
+        own = type(self).open_account is not Refresh.open_account
+        if self.tolerance is not None or own:
+            return ADAPTIVE_INTERVAL, ADAPTIVE_INTERVAL
+        statistics = _mean_interval(self.after_statistic)
+        return statistics, max(statistics, _mean_interval(self.after_inverse))
 
     def open_account(self, names: Sequence[str], meter: "Meter") -> "Account | None":
         """Who decides step by step instead, from measured seconds: only `Budget`."""
@@ -214,6 +226,13 @@ class Adaptive(Refresh):
             last=t.interval,
             before=t.previous,
         )
+
+
+def _mean_interval(after: Callable[[int, Timing], int]) -> float:
+    step = count = 0
+    while step < HORIZON:
+        step, count = after(step, Timing()), count + 1
+    return step / count
 
 
 def _interval_at(name: str, interval: Interval, at: int) -> int:

@@ -1,4 +1,4 @@
-"""A model's parameters as blocks, and what is said about those that fall silent."""
+"""A model's parameters as blocks, and warnings about those that are never called."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """A model's parameters as groups: the usual split, and those that a user names."""
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -27,6 +27,9 @@ Named = str | nn.Module | Collection[str | nn.Module]
 
 class GroupList(list[dict[str, Any]]):
     """Parameter groups; printed, a table of what is in them."""
+
+    kinds: ClassVar[tuple[str, ...]] = NAMES
+    """The names that `groups` gives, in their order."""
 
     def __str__(self) -> str:
         head = ("group", "tensors", "elements", "rule", "first and last")

@@ -121,7 +121,7 @@ def eigendecompositions(
 
 
 def _exact(matrices: Sequence[Tensor]) -> list[Inverse | InverseError]:
-    """Decomposed anew; the first rung is checked for all at once."""
+    """Decomposed from the start; the first rung is checked for all at once."""
     first = [_first_eigh(x) for x in matrices]
     checks = [_all_finite(found) for found in first if found]
     fine: Iterator[bool] = iter(torch.stack(checks).tolist() if checks else ())
@@ -152,7 +152,7 @@ def track(matrix: Tensor, earlier: Inverse) -> Inverse:
 
     With the columns of the earlier Q by falling eigenvalue (by that of X along them),
     ``Q' R = X Q`` and v' is the diagonal of R without its sign: both converge while X
-    stands still. From eigenvectors that are off by e, eigenvalues come out off by e^2.
+    is constant. From eigenvectors that are off by e, eigenvalues are off by e^2.
     Every column stays in the place that it had, as do second moments that are kept. Not
     finite if X or Q is not: R is then, up to its diagonal.
     """
@@ -279,7 +279,7 @@ def _eigh(matrix: Tensor, damping: Tensor | None) -> Inverse:
     values, vectors = torch.linalg.eigh(shifted)
     # The jitter only perturbs the solver: it is taken out of the eigenvalues again.
     values = values if damping is None else values - damping.unsqueeze(1)
-    # In one memory layout, also after a gather: products then round alike.
+    # In one memory layout, also after a gather: products then round equally.
     return vectors.contiguous(), values
 
 

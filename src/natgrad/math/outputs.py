@@ -134,5 +134,5 @@ def _tiny(x: Tensor) -> float:
 
 
 def _probe(x: Tensor) -> Tensor:
-    """Random, of size 1 to 2; no two are alike, as a softmax does not see constants."""
+    """Random, of size 1 to 2; no two are equal, as a softmax does not see constants."""
     return (torch.randint_like(x, 2) * 2 - 1) * (1 + torch.rand_like(x))

@@ -36,7 +36,7 @@ def descending(gradient: Tensor, update: Tensor, blocks: int = 1) -> Tensor:
     definite, but not always in floating point: a curvature of 1e24 over a damping of
     1e-12 is beyond any dtype. So it is if the update is not finite, or at a right angle
     up to rounding: it is noise then, of either sign. Decided without synchronisation,
-    and alike wherever the tensors are.
+    and the same wherever the tensors are.
     """
     if len(update) != blocks:
         g, u = gradient.reshape(blocks, 1, -1), update.reshape(blocks, 1, -1)

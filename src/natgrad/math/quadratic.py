@@ -13,6 +13,12 @@ Numbers = Sequence[float]
 Products = Sequence[Numbers]
 WORSE = 4
 """How many times damping is raised at once where the objective grew."""
+LONGEST = 1.0
+"""Of the last step at most this much is taken again, or taken back."""
+LEARNT = 0.1
+"""How fast trust follows, in its logarithm."""
+LEAST = 1e-3
+"""Trust is at least this."""
 PARALLEL = 1e-10
 """Two directions whose cosine in the metric C is this close to 1 are one."""
 
@@ -34,8 +40,20 @@ def minimiser(
 
     ``fixed`` has those that are given; None is to be found. A direction along which
     there is no curvature, or that the first one contains, gets 0; so does the second
-    if the first would be gone against.
+    if the first would be gone against. One that is found for the second is in [-1, 1]:
+    few examples may see no curvature along a step that others made.
     """
+    x, y = _unbounded(slopes, products, fixed)
+    if fixed[1] is not None or abs(y) <= LONGEST:
+        return x, y
+    y = math.copysign(LONGEST, y)
+    x, _ = _unbounded(slopes, products, (fixed[0], y))
+    return (x, y) if x > 0 else _unbounded(slopes, products, (fixed[0], 0.0))
+
+
+def _unbounded(
+    slopes: Numbers, products: Products, fixed: Sequence[float | None]
+) -> tuple[float, float]:
     (s, t), ((p, r), (_, q)) = slopes, products
     a, b = fixed
     if a is not None and b is not None:
@@ -53,6 +71,19 @@ def minimiser(
 
 def _ratio(x: float, y: float) -> float:
     return x / y if y > 0 and math.isfinite(x / y) else 0.0
+
+
+def trusted(trust: float, slope: float, curvature: float) -> float:
+    """The part of the learning rate that another batch would have chosen, followed.
+
+    ``slope`` and ``curvature`` are those along the last step, at its end and on a batch
+    that did not choose it. It was ``slope / curvature`` of its own length too long:
+    0 if it ended where it should for this batch too.
+    """
+    if not curvature > 0:
+        return trust
+    beyond = min(max(slope / curvature, -1.0), 1.0)
+    return min(max(trust * math.exp(-LEARNT * beyond), LEAST), 1.0)
 
 
 def reduction_ratio(

@@ -15,7 +15,7 @@ from torch import Tensor
 from natgrad.math.parts import on_left, on_right
 
 # A weight counts as if its rows had at least this norm in the root mean square, so that
-# one that begins at zero moves.
+# one that is zero moves.
 LEAST_ROW = 0.1
 # A direction counts as small below this part of what noise alone would leave in it.
 QUIET = 0.5
@@ -162,7 +162,7 @@ def moving_part(weight: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
     Of a table each step reads some columns. A column counts by its squared step, the
     one that moves furthest as whole, so that a trust ratio with this norm moves no
     column by more than the root mean square of the norms of the columns that move.
-    Where all move alike it is the norm of the weight, and the share is 1.
+    Where all move equally it is the norm of the weight, and the share is 1.
     """
     peak = update.abs().amax()
     steps = (update / torch.where(peak > 0, peak, 1.0)).square().sum(-2)

@@ -102,7 +102,7 @@ def summarise(*pieces: Tensor) -> Tensor:
 
 
 def effective_rank(mean: float, mean_square: float, size: int) -> float:
-    """``(sum v)^2 / sum v^2``: from 1 (one direction) to ``size`` (all alike).
+    """``(sum v)^2 / sum v^2``: from 1 (one direction) to ``size`` (all equal).
 
     Of a Kronecker product it is the product of the factors' ranks.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.math.parts import stacked
 from natgrad.math.products import add_product, completed, sum_dtype
 
-# Vectors of one example are alike: so many examples at least, whatever they give.
+# Vectors of one example are similar: so many examples at least, whatever they give.
 FEWEST_EXAMPLES = 64
 # An estimate of n x n has the rank of its vectors; running averages join several.
 VECTORS_A_ROW = 2

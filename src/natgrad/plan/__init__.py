@@ -6,10 +6,15 @@ What a plan costs on a machine is loaded when it is first named.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from natgrad.plan.buckets import bucket_limit, make_buckets
 from natgrad.plan.cost import CostModel
+from natgrad.plan.describe import size_text
 from natgrad.plan.exchange import EXCHANGES, Exchange, Item
+from natgrad.plan.memory import Keeps, memory_of, momentum_of
+from natgrad.plan.messages import Message, Wiring, mine
 from natgrad.plan.plan import Plan, make_plan
-from natgrad.plan.spec import BlockSpec, StatisticSpec
+from natgrad.plan.sequence import Departure, Leg, departures, flat, reductions
+from natgrad.plan.spec import FLOAT_BYTES, BlockSpec, StatisticSpec
 from natgrad.plan.strategies import (
     PLACEMENTS,
     STRATEGIES,
@@ -25,22 +30,37 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXCHANGES",
+    "FLOAT_BYTES",
     "PLACEMENTS",
     "STRATEGIES",
     "BlockSpec",
     "Choice",
     "CostModel",
+    "Departure",
     "Exchange",
     "HardwareProfile",
     "Item",
+    "Keeps",
+    "Leg",
+    "Message",
     "Plan",
     "StatisticSpec",
     "Strategy",
+    "Wiring",
+    "bucket_limit",
     "choose_strategy",
+    "departures",
     "find_strategy",
+    "flat",
     "hybrid",
     "load_profile",
+    "make_buckets",
     "make_plan",
+    "memory_of",
+    "mine",
+    "momentum_of",
+    "reductions",
+    "size_text",
 ]
 _LATER = {
     "Choice": "choice",

@@ -12,7 +12,7 @@ Three kinds of bucket move everything:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -103,14 +103,18 @@ def bucket_limit(exchange: Exchange, names: Iterable[str], most: int) -> int:
 
 
 def make_buckets(
-    exchange: Exchange, names: Iterable[str], limit: int
+    exchange: Exchange,
+    names: Iterable[str],
+    limit: int,
+    only: Container[int] | None = None,
 ) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
     """The buckets of the named items, and those that must follow them.
 
     A bucket has at most ``limit`` elements, or one item. Names come in the order in
     which their items will be ready; buckets are in the order of their last item.
     A sum for some of the ranks goes to one of them first, which the second buckets
-    then spread: ``(world - 1) e`` and ``(destinations - 1) e`` on the wire.
+    then spread: ``(world - 1) e`` and ``(destinations - 1) e`` on the wire. Of groups
+    of some of the ranks, those with none of ``only`` are left out.
     """
     if exchange.name in SPLIT_EXCHANGES:
         raise ValueError(
@@ -119,12 +123,19 @@ def make_buckets(
         )
     items = exchange.select(names)
     if not exchange.reduces:
-        return _fill(_shares(items, exchange.world), limit), ()
-    first, second = _reductions(items, exchange.world)
-    return _fill(first, limit), _fill(second, limit)
+        first, second = _shares(items), list[Parcel]()
+    else:
+        first, second = _reductions(items, exchange.world)
+    return _fill(_among(first, only), limit), _fill(_among(second, only), limit)
 
 
-def _shares(items: Sequence[Item], world: int) -> list[Parcel]:
+def _among(parcels: list[Parcel], only: Container[int] | None) -> list[Parcel]:
+    if only is None:
+        return parcels
+    return [p for p in parcels if any(rank in only for rank in p.ranks)]
+
+
+def _shares(items: Sequence[Item]) -> list[Parcel]:
     parcels: list[Parcel] = []
     for item in items:
         for source, receivers in item.legs:

@@ -16,8 +16,10 @@ def size_text(count: float) -> str:
 
 
 def describe_plan(plan: Mapping[str, Any], limit: int = 16) -> str:
-    """Render ``Plan.to_dict()``: totals, exchanges, splits, up to ``limit`` ranks."""
+    """Render ``Plan.to_dict()``: totals, exchanges, splits, the collectives of a step
+    and up to ``limit`` ranks."""
     parts = [*_totals(plan), "", *_exchanges(plan), *_splits(plan, limit), ""]
+    parts += [*_sequence(plan, limit), ""] if plan["sequence"] else []
     return "\n".join([*parts, *_ranks(plan, limit)])
 
 
@@ -54,6 +56,24 @@ def _splits(plan: Mapping[str, Any], limit: int) -> list[str]:
         rows.append(f"{split['statistic']}: {whole:.3g} s -> {part:.3g} s on {ranks}")
     left = len(splits) - limit
     return [*rows, f"({left} more are not shown)"] if left > 0 else rows
+
+
+def _sequence(plan: Mapping[str, Any], limit: int) -> list[str]:
+    rows = plan["sequence"]
+    total = sum(row["collectives"] for row in rows)
+    found = [
+        f"{total} collectives of rank 0 in a step that refreshes all, in order",
+        f"{'exchange':<18}{'kind':<16}{'count':>6}{'ranks':>7}{'payload':>12}"
+        f"{'padding':>12}  after",
+    ]
+    for row in rows[:limit]:
+        payload, padding = size_text(row["bytes"]), size_text(row["padding"])
+        found.append(
+            f"{row['exchange']:<18}{row['kind']:<16}{row['collectives']:>6}"
+            f"{row['ranks']:>7}{payload:>12}{padding:>12}  {row['after']}"
+        )
+    left = len(rows) - limit
+    return [*found, f"({left} more rows are not shown)"] if left > 0 else found
 
 
 def _ranks(plan: Mapping[str, Any], limit: int) -> list[str]:

@@ -14,10 +14,14 @@ from natgrad.plan.cost import CostModel
 from natgrad.plan.describe import describe_plan
 from natgrad.plan.exchange import Exchange, derive_exchanges
 from natgrad.plan.memory import Keeps, memory_of
+from natgrad.plan.messages import Message, Wiring
+from natgrad.plan.sequence import sequence, summary
 from natgrad.plan.shards import cut_up
 from natgrad.plan.spec import FLOAT_BYTES, BlockSpec, StatisticSpec
 from natgrad.plan.split import Split, loads_of, split_exchanges, split_large
 from natgrad.plan.strategies import (
+    FIRST_PLACEMENT,
+    FIRST_STRATEGY,
     Ranks,
     Strategy,
     assign,
@@ -104,6 +108,14 @@ class Plan:
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def sequence(self, wiring: Wiring | None = None, **step: Any) -> Sequence[Message]:
+        """Every collective of a step, in the order in which all ranks start them.
+
+        The step is as `natgrad.plan.sequence.sequence` takes it; by default one that
+        refreshes everything.
+        """
+        return sequence(self, wiring, **step)
+
     def ranks(self, keeps: Keeps | None = None) -> list[dict[str, Any]]:
         """What each rank holds and does.
 
@@ -154,7 +166,11 @@ class Plan:
         return len(self.workers[block.name]) == self.world
 
     def to_dict(self, keeps: Keeps | None = None) -> dict[str, Any]:
-        """The plan as plain data: totals, blocks, exchanges, splits, ``ranks()``."""
+        """The plan as plain data: totals, blocks, exchanges, splits, ``ranks()``.
+
+        ``sequence`` has the collectives of a step that refreshes everything, those
+        that rank 0 takes part in, in order, neighbours of one kind together.
+        """
         return {
             "world": self.world,
             "strategy": self.strategy,
@@ -167,6 +183,7 @@ class Plan:
             "blocks": [self._block_dict(block) for block in self.blocks],
             "exchanges": {k: _totals(x) for k, x in self.exchanges.items()},
             "splits": [self._split_dict(split) for split in self.splits],
+            "sequence": summary(self.sequence(rank=0)),
             "ranks": self.ranks(keeps),
         }
 
@@ -202,8 +219,8 @@ def make_plan(
     model: nn.Module | Sequence[BlockSpec],
     *,
     world: int,
-    strategy: str | Strategy = "factor_wise",
-    placement: str = "longest_first",
+    strategy: str | Strategy = FIRST_STRATEGY,
+    placement: str = FIRST_PLACEMENT,
     norm: str = "unit",
     costs: CostModel | Mapping[str, float] | None = None,
     gradients: str = "own",

@@ -47,6 +47,8 @@ def hybrid(fraction: float) -> Strategy:
     return Strategy(name=f"hybrid({fraction:g})", fraction=fraction)
 
 
+FIRST_STRATEGY, FIRST_PLACEMENT = "factor_wise", "longest_first"
+"""What holds unless others are given."""
 STRATEGIES: dict[str, Strategy] = {
     s.name: s
     for s in (
@@ -97,7 +99,7 @@ class Placement:
     Attributes:
         spread: From jobs (name, seconds) and the bins' loads to a bin for each job.
         whole_layers: Whether a layer's statistics stay together while there are at
-            least as many layers as ranks, as in the papers.
+            least as many layers as ranks, as Osawa et al. do.
     """
 
     spread: Callable[[Sequence[Job], Sequence[float]], list[int]]

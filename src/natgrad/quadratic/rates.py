@@ -59,12 +59,44 @@ class Rates:
         self._optimizer = optimizer
         self._tuner = Tuner(optimizer.engine, options, damping)
         self._tuner.written = [(float(g["lr"]), 1.0) for g in self._groups]
-        self._moved: list[tuple[list[Tensor], list[Tensor]]] = []
         optimizer.engine.tuner = self._tuner
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups  # another list after a state was loaded
+
+    def evaluate(self, closure: Any) -> Tensor:
+        """Run closures and their backwards: see `Tuner.evaluate`.
+
+        If a last step whose learning rate was found turns out to be bad for this batch
+        it is taken back, and they run once more.
+        """
+        optimizer, tuner = self._optimizer, self._tuner
+        loss = tuner.evaluate(closure, optimizer.zero_grad)
+        if tuner.finds_lr and tuner.regrets(*self._last()):
+            tuner.fail()
+            self._take_back()
+            optimizer.engine.restart()
+            loss = tuner.evaluate(closure, optimizer.zero_grad)
+        return loss
+
+    def _last(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """The last step and the weight decay, by name."""
+        velocities = {id(p): v for p, v in self._velocities()}
+        decays = {id(p): g["weight_decay"] for g in self._groups for p in g["params"]}
+        named = self._optimizer.engine.model.named_parameters()
+        mine = [(n, id(p)) for n, p in named if id(p) in velocities]
+        last = {n: velocities[i] for n, i in mine}
+        return last, {n: float(decays[i]) for n, i in mine}
+
+    def _velocities(self) -> list[tuple[Tensor, Tensor]]:
+        """Our parameters, with their last change."""
+        engine, state = self._optimizer.engine, self._optimizer.state
+        return [
+            (p, engine.parts[block.name].average.velocity(state, p))
+            for block in engine.blocks
+            for p in (() if block.is_foreign else block.parameters)
+        ]
 
     def find(self, moves: Moves) -> None:
         """Write the rates of the coming change into the groups."""
@@ -77,16 +109,18 @@ class Rates:
         update: dict[str, Tensor] = {}
         last: dict[str, Tensor] = {}
         decay: dict[str, float] = {}
-        self._moved = []
         for group, average, params, updates in moves:
             velocities = [average.velocity(state, p) for p in params]
-            self._moved.append((params, velocities))
             lr = parts[id(group)] if tuner.finds_lr else float(group["lr"])
             momentum = 1.0 if tuner.finds_momentum else float(group["momentum"])
             for p, u, v in zip(params, updates, velocities, strict=True):
                 name = names[id(p)]
                 update[name], last[name] = u * -lr, v * momentum
                 decay[name] = float(group["weight_decay"])
+        # what has no gradient does not move now: its last change will be none
+        at_rest = [v for p, v in self._velocities() if names[id(p)] not in last]
+        if at_rest:
+            foreach.scale_(at_rest, 0.0)
         found = tuner.solve(update, last, decay, scales[0])
         for group in self._groups:
             if tuner.finds_lr:
@@ -111,10 +145,10 @@ class Rates:
         self._take_back()
 
     def _take_back(self) -> None:
-        for params, velocities in self._moved if self._tuner.finds_lr else []:
+        if self._tuner.finds_lr:
+            params, velocities = zip(*self._velocities(), strict=True)
             foreach.add_(params, velocities, -1)
             foreach.scale_(velocities, 0.0)
-        self._moved = []
 
     def _scale(self, i: int) -> float:
         written, scale = self._tuner.written[i]

@@ -88,10 +88,9 @@ class Replay:
         self._recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
         self._together = True
 
-    def loss(self, run: Run) -> Tensor:
-        """The loss at the weights as they are now."""
+    def loss(self, run: Run, weights: Weights) -> Tensor:
+        """The loss at these weights."""
         with self._as_it_was(run):
-            weights = {n: p.detach() for n, p in self._model.named_parameters()}
             return taken_apart(self._called(run, weights))[1].detach()
 
     def tangents(

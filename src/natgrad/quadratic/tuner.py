@@ -10,7 +10,13 @@ from torch import Tensor
 
 from natgrad.factors.averages import damping_at
 from natgrad.math.outputs import Product, sampled_gradients
-from natgrad.math.quadratic import adapted, change, minimiser, reduction_ratio
+from natgrad.math.quadratic import (
+    adapted,
+    change,
+    minimiser,
+    reduction_ratio,
+    trusted,
+)
 from natgrad.quadratic.model import Along, measure, output_hessian
 from natgrad.quadratic.options import AUTO, AutoDamping
 from natgrad.quadratic.replay import Closure, Replay, Run, Weights
@@ -18,6 +24,12 @@ from natgrad.quadratic.replay import Closure, Replay, Run, Weights
 if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
     from natgrad.options import Options
+
+FOUND = ("ratio", "lr", "momentum", "trust")
+"""What `Tuner.health` shows beside damping."""
+GROWN = 2.0
+"""A step is taken back if another batch's loss grew by this many times the fall that
+the model predicted for its own."""
 
 
 class Lambda:
@@ -75,6 +87,8 @@ class Tuner:
     Attributes:
         ratio: the last reduction ratio; NaN before the first.
         lr, momentum: the last that were found.
+        trust: the part of the best learning rate for a batch that is best for others
+            (`natgrad.math.quadratic.trusted`).
     """
 
     def __init__(
@@ -91,6 +105,9 @@ class Tuner:
         self._replay = Replay(engine.model, engine.capture.ignoring)
         self.ratio = math.nan
         self.lr = self.momentum = math.nan
+        self.trust = 1.0
+        self._predicted: float | None = None
+        self._reached = math.inf
         self._runs: list[Run] = []
         self._hessians: list[Product] = []
         self._expected: tuple[float, float, Mapping[str, float]] | None = None
@@ -203,20 +220,41 @@ class Tuner:
         """Coefficients of the update and of the last step; 1 of what is not sought.
 
         They are the least of the damped quadratic model (Martens and Grosse 2015,
-        section 7), of which the first is then multiplied by ``scale``. ``decay`` is the
-        weight decay by name.
+        section 7), of which the first is then multiplied by `trust` and ``scale``.
+        ``decay`` is the weight decay by name.
         """
-        self._expected = None
+        self._expected = self._predicted = None
         if not (self.finds_lr or self.finds_momentum or self.is_due):
             return 1.0, 1.0
         lr, momentum = self.finds_lr, self.finds_momentum
         fixed = (None if lr else 1.0, None if momentum else 1.0)
         along = self.along([update, last], self._weights(), self._gradients(), decay)
-        x = minimiser(along.slopes, along.damped(self.damping()), fixed)
-        x = (x[0] * scale, x[1]) if lr else x
+        damped = along.damped(self.damping())
+        x = minimiser(along.slopes, damped, fixed)
+        if lr:
+            self.trust = trusted(self.trust, along.slopes[1], damped[1][1])
+            x = (x[0] * self.trust * scale, x[1])
+        self._predicted = change(along.slopes, along.products, x)
         if self.is_due:
-            self._expect(change(along.slopes, along.products, x), decay)
+            self._expect(self._predicted, decay)
         return x
+
+    def regrets(self, last: Weights, decay: Mapping[str, float]) -> bool:
+        """Before a step, with its batch: whether the last step, ``last``, was bad.
+
+        Only a loss above the last one is reason to compute it at the last weights too.
+        """
+        predicted, self._predicted = self._predicted, None
+        reached, self._reached = self._reached, self._objective(decay)
+        if predicted is None or self._reached <= reached:
+            return False
+        weights = self._weights()
+        before = {n: w - last[n] if n in last else w for n, w in weights.items()}
+        start = self._objective(decay, before)
+        if self._reached - start <= GROWN * abs(predicted):
+            return False
+        self._reached = start
+        return True
 
     def begin(self, decay: Mapping[str, float]) -> None:
         """Before somebody else takes a step: remember what it will be compared with."""
@@ -249,53 +287,64 @@ class Tuner:
         if expected is None or self._damping is None:
             return True
         before, predicted, decay = expected
-        after = self._objective(decay, again=True)
+        after = self._objective(decay, self._weights())
         least = 4 * torch.finfo(self._engine.like.dtype).eps * abs(before)
         self.ratio = reduction_ratio(before, after, predicted, least)
         self._damping.follow(self.ratio)
+        if self.ratio < 0:
+            self._predicted = None
         return not self.ratio < 0
 
     def fail(self) -> None:
         """Learn that the last step led to where nothing is finite."""
-        self.ratio = -math.inf
+        self.ratio, self._predicted = -math.inf, None
         if self._damping is not None and self._damping.value is not None:
             self._damping.follow(self.ratio)
 
-    def _objective(self, decay: Mapping[str, float], *, again: bool = False) -> float:
-        """Mean loss of all ranks and weight decay; ``again``: at the weights now."""
+    def _objective(
+        self, decay: Mapping[str, float], weights: Weights | None = None
+    ) -> float:
+        """Mean loss of all ranks and weight decay; at the weights that ran if None."""
         losses = [
-            run.share * (self._replay.loss(run) if again else run.loss.detach())
+            run.share
+            * (
+                run.loss.detach()
+                if weights is None
+                else self._replay.loss(run, weights)
+            )
             for run in self._runs
         ]
-        total, weights = torch.stack(losses).double().sum(), self._weights()
+        total = torch.stack(losses).double().sum()
+        weights = self._weights() if weights is None else weights
         for name in (n for n in decay if decay[n]):
             total = total + decay[name] * weights[name].double().square().sum() / 2
         comm = self._engine.comm
         return float(comm.agree(total.reshape(1))) / comm.world
 
     def end(self) -> None:
-        """Let go of what the step has kept."""
+        """Discard what the step has kept."""
         self._runs, self._hessians = [], []
         self._start = self._expected = None
 
     def health(self) -> dict[str, float]:
         """What was found last."""
-        found = {"damping": self.damping(), "ratio": self.ratio}
-        return found | {"lr": self.lr, "momentum": self.momentum}
+        return {"damping": self.damping()} | {n: getattr(self, n) for n in FOUND}
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step needs."""
         value = first = None
         if self._damping is not None:
             value, first = self._damping.value, self._damping.first
-        names = ("ratio", "lr", "momentum")
-        found = {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in FOUND}
+        found |= {"predicted": self._predicted, "reached": self._reached}
         return {**found, "damping": value, "first": first, "written": self.written}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        for name in ("ratio", "lr", "momentum"):
-            setattr(self, name, float(state[name]))
+        for name in FOUND:  # trust was not always one of them
+            setattr(self, name, float(state.get(name, 1.0)))
+        self._predicted = state.get("predicted")
+        self._reached = float(state.get("reached", math.inf))
         self.written = [(float(x), float(y)) for x, y in state["written"]]
         if self._damping is not None and state["damping"] is not None:
             self._damping.value = float(state["damping"])

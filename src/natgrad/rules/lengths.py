@@ -39,7 +39,8 @@ class Reference:
     """Of one layer.
 
     Attributes:
-        start: the norm of weight and bias together when training began, on every rank.
+        start: the norm of weight and bias together when training began, on every rank;
+            of a weight that began at zero, `usual_norm`.
         usual: the root of the mean squared norm of its gradients, on its workers.
         steps: how many gradients that is made of.
     """
@@ -78,14 +79,18 @@ class References:
         """Note the norms of weights that are not known yet, in the first step all."""
         new = [b for b in blocks if b.name not in self.states and has_reference(b)]
         if new:
+            alone = foreach.norms([local(b.parameters[0]).detach() for b in new])
+            usual = like.new_tensor([usual_norm(b) for b in new])
             norms = self.weight_norms(new, like)
-            for block, norm in zip(new, norms.unbind(), strict=True):
-                self.states[block.name] = Reference(start=norm)
+            some = self.whole(stacked(alone, like)) > 0
+            starts = torch.where(some, norms, usual)
+            for block, start in zip(new, starts.unbind(), strict=True):
+                self.states[block.name] = Reference(start=start)
 
     def usual(self, names: Sequence[str], sizes: Tensor, memory: float) -> Tensor:
         """Add the norms of this step's gradients; returns the usual ones.
 
-        All gradients count alike until there are more than the memory holds.
+        All gradients count equally until there are more than the memory holds.
         """
         states = [self.states[name] for name in names]
         kept = [min(memory, s.steps / (s.steps + 1)) for s in states]
@@ -160,6 +165,11 @@ class References:
 def has_reference(block: Block) -> bool:
     """Whether updates of a block get a length, and are ours to give."""
     return rows_of(block) > 0 and not block.is_foreign
+
+
+def usual_norm(block: Block) -> float:
+    """Of a weight that begins at zero: as torch has it, rows of 1 / sqrt(3)."""
+    return 0.0 if block.is_table else math.sqrt(rows_of(block) / 3)
 
 
 def rows_of(block: Block) -> int:
@@ -295,7 +305,7 @@ class LayerTrust(Length):
             geometrically, unless the learning rate falls to zero soon enough.
         memory: steps shorten where gradients are small beside what they usually are:
             this is the decay of the running mean of their squared norms, in [0, 1). It
-            counts all of them alike until there are more than it holds. None: every
+            counts all of them equally until there are more than it holds. None: every
             step has its whole length.
     """
 

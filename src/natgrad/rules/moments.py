@@ -70,7 +70,7 @@ class Moments:
         return square
 
     def forget(self, names: Iterable[str]) -> None:
-        """Begin the moments of some blocks anew."""
+        """Begin the moments of some blocks again."""
         for name in names:
             self.states.pop(name, None)
 

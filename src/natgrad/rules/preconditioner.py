@@ -193,7 +193,7 @@ def _joined(group: list[Block], tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 class Stacks:
-    """Joins what is kept of several blocks, anew only when one of them changes.
+    """Joins what is kept of several blocks, again only when one of them changes.
 
     Who keeps it is left with views of the joined tensors, so that nothing is kept
     twice. Inverses that were joined are never written to: a state that somebody is

@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_starts_the_trial_anew(tmp_path: Path) -> None:
     broken.mkdir(parents=True)
     (broken / "rank-0.pt").write_bytes(b"half a file")
     (claim.folder / "metrics.jsonl").write_text('{"kind": "tra')
-    with pytest.warns(UserWarning, match="starts anew"):
+    with pytest.warns(UserWarning, match="starts over"):
         curve = run_claim(ledger, claim, say=lambda line: None)
     assert curve is not None
     assert curve.steps[-1] == 45

@@ -19,7 +19,7 @@ from natgrad.distributed.communicator import (
     Communicator,
     world_of,
 )
-from natgrad.distributed.transfer import Spares
+from natgrad.distributed.loads import Spares
 from natgrad.plan import EXCHANGES, Plan, make_plan
 from natgrad.plan.buckets import make_buckets
 from natgrad.plan.hosts import nodes_of
@@ -122,6 +122,8 @@ OPTIONS = (
     CommOptions(bucket_bytes=500, timeout=TIMEOUT),
     CommOptions(bucket_bytes=10**9, timeout=TIMEOUT),
     CommOptions(overlap=False, bucket_bytes=800, timeout=TIMEOUT),
+    CommOptions(collectives="padded", bucket_bytes=1, timeout=TIMEOUT),
+    CommOptions(collectives="padded", bucket_bytes=10**9, timeout=TIMEOUT),
 )
 
 
@@ -154,8 +156,18 @@ def test_plan_of_another_world() -> None:
 @pytest.mark.parametrize("strategy", ["spngd", "factor_wise", "hybrid(0.5)"])
 @pytest.mark.parametrize("hosts", ["aabb", "abba"])
 def test_hierarchical(strategy: str, hosts: str) -> None:
-    options = CommOptions(hierarchical=True, bucket_bytes=600, timeout=TIMEOUT)
-    run_world(4, every_exchange, strategy, options, list(hosts))
+    run_world(4, by_host, strategy, list(hosts))
+
+
+def by_host(rank: int, strategy: str, hosts: list[str]) -> None:
+    for collectives in ("rooted", "padded"):
+        options = CommOptions(
+            hierarchical=True,
+            collectives=collectives,
+            bucket_bytes=600,
+            timeout=TIMEOUT,
+        )
+        every_exchange(rank, strategy, options, hosts)
 
 
 def test_nodes() -> None:
@@ -329,6 +341,7 @@ def test_unknown_exchange() -> None:
         {"precision": torch.float64},
         {"half": ("everything",)},
         {"hierarchical": "yes"},
+        {"collectives": "ring"},
         {"timeout": 0.0},
     ],
 )
@@ -342,7 +355,12 @@ def agreed(rank: int) -> list[float]:
     vector = torch.tensor([1.0, float(rank)])
     result = comm.agree(vector)
     assert vector.tolist() == [1.0, float(rank)]
-    assert comm.traffic()["total"]["agree"] == {"calls": 1, "sent": 8, "received": 8}
+    assert comm.traffic()["total"]["agree"] == {
+        "calls": 1,
+        "sent": 8,
+        "received": 8,
+        "padding": 0,
+    }
     return result.tolist()
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import natgrad
 from natgrad import KFAC, SPNGD, Adaptive, Budget, Every, Scheduled
-from natgrad.engine.auto import built_in, find_machine, intervals
+from natgrad.engine.auto import built_in, find_machine
 from natgrad.plan import HardwareProfile
 from natgrad.plan.autotune.profile import Collective, Curve, Link
 from natgrad.plan.autotune.profile_file import default_path, save_profile
@@ -97,12 +97,12 @@ def test_a_profile_that_is_not_there_is_an_error(
     ],
 )
 def test_intervals_are_means(refresh: natgrad.Refresh, expected: tuple) -> None:
-    assert intervals(refresh) == pytest.approx(expected, rel=0.02)
+    assert refresh.mean_intervals() == pytest.approx(expected, rel=0.02)
 
 
 def test_a_schedule_is_averaged_over_its_start() -> None:
     often = Scheduled(steps_per_epoch=100, rule=lambda epoch: 10, always_fresh=5000)
-    assert intervals(often)[0] == pytest.approx(10_000 / 5500, rel=0.01)
+    assert often.mean_intervals()[0] == pytest.approx(10_000 / 5500, rel=0.01)
 
 
 # -- one process ----------------------------------------------------------------------

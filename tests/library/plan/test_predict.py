@@ -56,6 +56,7 @@ def machine(**changes: object) -> HardwareProfile:
         "ranks_per_node": 2,
         "inside": {"latency": 1e-6, "bandwidth": 1e9},
         "between": {"latency": 1e-5, "bandwidth": 1e8},
+        "way": "rooted",
     }
     return profile_from_dict(values | changes)
 
@@ -101,7 +102,8 @@ def test_interleaved_groups_share_the_link_of_a_node() -> None:
 
 
 def test_an_all_reduce_is_two_ways_and_a_reduction_one() -> None:
-    profile = machine()
+    links = {"latency": 0.0, "bandwidth": 1e9}
+    profile = machine(inside=links, between=links)
     size = 4 * sum(b.elements for b in BLOCKS)
     wise = {s: make_plan(BLOCKS, world=8, strategy=s) for s in ("factor_wise", "spngd")}
     way = profile.move(size, 8)
@@ -110,6 +112,23 @@ def test_an_all_reduce_is_two_ways_and_a_reduction_one() -> None:
     assert both == pytest.approx(2 * way)
     assert one == pytest.approx(way)
     assert exchange_seconds(wise["factor_wise"], "share_updates", profile) == 0
+
+
+def test_a_collective_costs_its_latency_and_its_padding() -> None:
+    """A reduce for each owner; or one reduce-scatter of equal parts; or, where few
+    ranks own anything, one all-reduce."""
+    blocks = [block(f"l{i}", 8, 16) for i in range(4)]
+    each = 4 * 8 * 16
+    for world, way, expected in (
+        (4, "rooted", lambda move: 4 * move(each)),
+        (4, "padded", lambda move: move(4 * each)),
+        (16, "padded", lambda move: 2 * move(4 * each)),
+    ):
+        profile = machine(way=way)
+        plan = make_plan(blocks, world=world, strategy="spngd")
+        seconds = exchange_seconds(plan, "reduce_gradients", profile)
+        wanted = expected(lambda size, w=world, p=profile: p.move(size, w))
+        assert seconds == pytest.approx(wanted), (world, way)
 
 
 def test_weights_scale_what_is_due() -> None:
@@ -206,12 +225,15 @@ def test_one_rank_has_no_exchange_to_choose_by() -> None:
 def test_steps_that_the_model_cannot_tell_apart_go_to_the_first() -> None:
     """A long forward and backward makes any difference between strategies small."""
     order = ("factor_wise", "spngd", "layer_wise")
-    found = choose_strategy(BLOCKS, 4, machine(), candidates=order)
+    # by what they send, not by in how many messages
+    inside, between = {"latency": 0.0, "bandwidth": 1e9}, {"latency": 0.0}
+    made_up = machine(inside=inside, between=between | {"bandwidth": 1e8})
+    found = choose_strategy(BLOCKS, 4, made_up, candidates=order)
     others = [s for name, s in found.seconds.items() if name != found.strategy]
     gap = max(others) - found.seconds[found.strategy]
     assert gap > 0
     assert found.strategy != order[0]
-    long = choose_strategy(BLOCKS, 4, machine(), compute=100 * gap, candidates=order)
+    long = choose_strategy(BLOCKS, 4, made_up, compute=100 * gap, candidates=order)
     assert long.strategy == order[0]
 
 

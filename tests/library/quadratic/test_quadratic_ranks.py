@@ -10,6 +10,7 @@ from tests.library.quadratic.test_quadratic import case, closure_of, theta_of
 from tests.support.quadratic import Dense
 from tests.support.world import run_world
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
@@ -22,6 +23,7 @@ STRATEGIES: tuple[Any, ...] = (
     "factor_wise",
     natgrad.hybrid(0.5),
 )
+FOUND = ("damping", "ratio", "lr", "momentum", "trust")
 Trace = list[tuple[Tensor, dict[str, float]]]
 
 
@@ -33,6 +35,10 @@ def options_of(**changes: Any) -> natgrad.Options:
         "damping": natgrad.AutoDamping(every=2),
     }
     return dataclasses.replace(natgrad.SPNGD.auto, **{**fixed, **changes})
+
+
+def to_be(y: Tensor) -> Any:
+    return lambda outputs: 1e3 * F.mse_loss(outputs[0], y)
 
 
 def trace(name: str, seeds: list[int], how: str = "", **changes: Any) -> Trace:
@@ -50,16 +56,24 @@ def trace(name: str, seeds: list[int], how: str = "", **changes: Any) -> Trace:
     else:
         optimizer = found = natgrad.SPNGD(whole, options=options)
     kept: Trace = []
+    with torch.no_grad():
+        first = [model(part.inputs) for part in parts] if how == "other batches" else []
     for i in range(STEPS):
-        if i == 2 and not how:  # from here on by another optimizer, from its state
+        # from here on by another optimizer, from its state
+        if i == 2 and how in ("", "other batches"):
             found.gather()
             state = copy.deepcopy(found.state_dict())
             found.close()
             optimizer = found = natgrad.SPNGD(whole, options=options)
             found.load_state_dict(state)
+        if how == "other batches" and i == 1:  # which ask for what was at first
+            parts = [
+                dataclasses.replace(p, loss=to_be(y))
+                for p, y in zip(parts, first, strict=True)
+            ]
         optimizer.step([closure_of(whole, part) for part in parts])
         health = found.health()
-        numbers = {n: health[n] for n in ("damping", "ratio", "lr", "momentum")}
+        numbers = {n: health[n] for n in FOUND}
         kept.append((theta_of(model), numbers))
     found.close()
     return kept
@@ -68,9 +82,8 @@ def trace(name: str, seeds: list[int], how: str = "", **changes: Any) -> Trace:
 def on_rank(rank: int) -> list[Trace]:
     found = [trace(name, [rank]) for name in NAMES]
     found += [trace("squared error", [rank], strategy=s) for s in STRATEGIES]
-    found.append(trace("squared error", [rank], "ddp"))
-    found.append(trace("squared error", [rank], "host"))
-    return found
+    hows = "ddp", "host", "other batches"
+    return found + [trace("squared error", [rank], how) for how in hows]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +120,14 @@ def test_every_strategy_finds_the_same(traces: list[list[Trace]], i: int) -> Non
 def test_a_host_on_ranks_has_the_damping_of_one_process(
     traces: list[list[Trace]],
 ) -> None:
-    same(traces[0][-1], trace("squared error", [*range(WORLD)], "host"))
+    same(traces[0][-2], trace("squared error", [*range(WORLD)], "host"))
+
+
+def test_ranks_take_a_bad_step_back_together(traces: list[list[Trace]]) -> None:
+    one = trace("squared error", [*range(WORLD)], "other batches")
+    assert one[1][1]["damping"] > one[0][1]["damping"]
+    assert one[1][1]["momentum"] == 0.0
+    same(traces[0][-1], one)
 
 
 def test_ranks_agree_with_the_dense_matrix_of_all_data(
@@ -118,7 +138,8 @@ def test_ranks_agree_with_the_dense_matrix_of_all_data(
     dense = Dense(model, parts, 0.01)
     (before, _), (theta, old), (after, now) = traces[0][0][:3]
     step, last = after - theta, theta - before
-    left = dense.gradient(theta) + dense.matrix(theta) @ step + old["damping"] * step
+    best = step + (1 / now["trust"] - 1) * (step - now["momentum"] * last)
+    left = dense.gradient(theta) + dense.matrix(theta) @ best + old["damping"] * best
     scale = float(dense.gradient(theta).norm() * step.norm())
     assert abs(float(left @ last)) < 1e-9 * scale
     assert abs(float(left @ step)) < 1e-9 * scale

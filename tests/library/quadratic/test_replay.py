@@ -1,6 +1,7 @@
 """A closure run again: exact products, and nothing left behind."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 import natgrad
 from natgrad.math.outputs import hessian_of_loss, sampled_gradients
-from natgrad.math.quadratic import adapted, minimiser, reduction_ratio
+from natgrad.math.quadratic import adapted, minimiser, reduction_ratio, trusted
 from natgrad.quadratic.replay import Replay, Run
 
 
@@ -77,7 +78,7 @@ def test_tangents_are_exact_and_nothing_else_changes(name: str, together: bool) 
     ways = [{n: torch.randn_like(p) for n, p in weights.items()} for _ in range(2)]
     torch.set_rng_state(state)
     pushed = replay.tangents(run, weights, ways)
-    assert replay.loss(run) == run.loss.detach()
+    assert replay.loss(run, weights) == run.loss.detach()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(b, buffers[n]) for n, b in model.named_buffers())
     assert replay._together == together  # pyright: ignore[reportPrivateUsage]
@@ -194,6 +195,46 @@ def test_ratios_say_what_damping_does() -> None:
     changes = [adapted(1.0, ratio, 0.5) for ratio in (0.9, 0.5, 0.1, -1.0)]
     assert changes == [0.5, 1.0, 2.0, 16.0]
     assert adapted(1.0, float("nan"), 0.5) == 1.0
+
+
+def test_momentum_at_most_repeats_the_last_step() -> None:
+    """Eight examples may see no curvature along it, and much of a slope."""
+    slopes, products = (-1.0, -50.0), ((2.0, -0.5), (-0.5, 1.0))
+    assert minimiser(slopes, products, (None, None)) == (0.75, 1.0)  # the best beside
+    assert minimiser(slopes, products, (0.3, None)) == (0.3, 1.0)
+    assert minimiser(slopes, products, (None, 7.0))[1] == 7.0
+    assert minimiser((-1.0, 50.0), ((2, 0.5), (0.5, 1)), (None, None)) == (0.75, -1.0)
+
+
+def test_trust_falls_where_steps_are_too_long_for_other_batches() -> None:
+    assert trusted(0.5, 0.0, 2.0) == 0.5
+    assert trusted(0.5, 1.0, 2.0) == pytest.approx(0.5 * math.exp(-0.05))
+    assert trusted(0.5, -1.0, 2.0) == pytest.approx(0.5 * math.exp(0.05))
+    assert trusted(0.5, 1.0, 0.0) == 0.5
+    assert trusted(1.0, -9.0, 1.0) == 1.0
+    assert trusted(1e-3, 9.0, 1.0) == 1e-3
+
+
+def test_a_step_that_is_bad_for_the_next_batch_is_taken_back() -> None:
+    """One example asks for a weight of 100, the next for none."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.1)
+    auto = natgrad.AutoDamping(initial=1e-8)
+    options = dataclasses.replace(natgrad.SPNGD.auto, damping=auto)
+    optimizer = natgrad.SPNGD(model, options=options)
+    seen: list[float] = []
+    for x, y in ((0.01, 1.0), (1.0, 0.0), (1.0, 0.0)):
+
+        def closure(x: float = x, y: float = y) -> Any:
+            outputs = model(torch.tensor([[x]]))
+            return outputs, (outputs - y).square().mean()
+
+        loss = float(optimizer.step(closure))
+        seen.append(model.weight.item())
+        assert loss <= 1.0  # that at the weight which stayed
+    assert seen[0] > 50
+    assert abs(seen[1]) < 0.1
+    assert optimizer.health()["damping"] > 1e-8
 
 
 def test_a_step_that_made_the_loss_grow_is_taken_back() -> None:

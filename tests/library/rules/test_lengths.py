@@ -166,6 +166,29 @@ def test_without_memory_and_with_the_norm_now_it_is_lars() -> None:
         assert moved == pytest.approx(LR * float(before.norm()))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_that_begins_at_zero_moves_as_one_that_torch_initialised(
+    bias: bool,
+) -> None:
+    """A head of zeros must not lag behind the layers below it; rows of torch's own
+    initialisation have a norm of 1 / sqrt(3) on average."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6, bias=bias))
+    model = model.double()
+    head: Any = model[2]
+    usual = (6 / 3) ** 0.5
+    assert float(head.weight.detach().norm()) == pytest.approx(usual, rel=0.1)
+    nn.init.zeros_(head.weight)
+    optimizer = Polar(model, lr=LR, weight_decay=0.0)
+    before = snapshot(head)
+    x = torch.randn(32, 8, dtype=torch.float64)
+    F.cross_entropy(model(x), torch.arange(32) % 6).backward()
+    optimizer.step()
+    moved = [a - b for a, b in zip(snapshot(head), before, strict=True)]
+    length = sum(float(d.square().sum()) for d in moved) ** 0.5
+    assert length == pytest.approx(LR * usual)
+
+
 def test_lengths_refuse_what_they_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"Invalid reference='then'\. Must be"):
         LayerTrust(reference="then")  # pyright: ignore[reportArgumentType]

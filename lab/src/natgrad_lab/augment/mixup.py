@@ -24,10 +24,10 @@ class RunningMixup:
 
     The first batch, and any whose shape differs from the one before, passes unmixed.
     lambda follows from the seed and the number of steps alone, so all ranks with one
-    seed mix alike, each its own slice. A step's batch may come in parts (gradient
-    accumulation): each is mixed with the same part of the step before, by the same
-    lambda, so that together they are the whole batch mixed at once. The virtual batch
-    stays in memory, where its parts are.
+    seed mix by the same one, each its own slice. A step's batch may come in parts
+    (gradient accumulation): each is mixed with the same part of the step before, by the
+    same lambda, so that together they are the whole batch mixed at once. The virtual
+    batch stays in memory, where its parts are.
 
     Args:
         alpha: parameter of the Beta distribution; the papers use about 0.4.

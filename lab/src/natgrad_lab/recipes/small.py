@@ -56,7 +56,7 @@ def rules(large: bool) -> dict[str, Rule]:
         ),
         "shampoo": Rule(
             # Its momentum mixes plain and preconditioned gradients, which diverges at
-            # any rate, and it stands still until the first roots are there.
+            # any rate, and it makes no progress until the first roots are there.
             optimizer=OptimizerConfig(
                 name="shampoo", lr=0.3, momentum=0.0, interval=1, weight_decay=5e-4
             )

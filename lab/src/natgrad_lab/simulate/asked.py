@@ -14,13 +14,13 @@ from natgrad import (
     Adaptive,
     Every,
     Free,
+    GroupList,
     Kronecker,
     Options,
     Polar,
     Refresh,
     Rule,
 )
-from natgrad.layers.split import NAMES as GROUPS
 from natgrad_lab.errors import UserError
 from natgrad_lab.named import (
     FALLBACKS,
@@ -175,10 +175,10 @@ def rules_asked(asked: Asked, pairs: Sequence[str]) -> dict[str, Rule] | None:
     found: dict[str, Rule] = {}
     for pair in pairs:
         group, _, word = pair.partition("=")
-        if group not in GROUPS or word not in WORDS:
+        if group not in GroupList.kinds or word not in WORDS:
             raise UserError(
                 f"Invalid rules={pair!r}. Must be group=rule: a group is one of "
-                f"{', '.join(GROUPS)}, a rule one of {', '.join(WORDS)}."
+                f"{', '.join(GroupList.kinds)}, a rule one of {', '.join(WORDS)}."
             )
         found[group] = WORDS[word]
     return found if found or asked.method in PRESETS else None

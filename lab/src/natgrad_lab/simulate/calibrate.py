@@ -15,8 +15,13 @@ import numpy as np
 import torch
 import tyro
 
-from natgrad.plan.autotune.profile import Collective, HardwareProfile, Link
-from natgrad.plan.autotune.profile_file import default_path, save_profile
+from natgrad.plan.autotune import (
+    Collective,
+    HardwareProfile,
+    Link,
+    default_path,
+    save_profile,
+)
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate import operations
 from natgrad_lab.simulate.modeltimes import in_own_process
@@ -92,6 +97,7 @@ def _calibrate(asked: Calibrate, device: str) -> HardwareProfile:
         eigen=fit_curve(operations.eigen(asked.sizes, short)),
         cholesky=fit_curve(operations.cholesky(asked.sizes, short)),
         ranks_per_node=max([1, *asked.worlds]),
+        way="padded" if str(device).startswith("cuda") else "rooted",
         inside=link,
         between=link,
         crowding=_crowding(found),

@@ -21,9 +21,15 @@ import torch
 from torch import nn
 
 from natgrad.distributed.communicator import Communicator
-from natgrad.plan import BlockSpec, Plan, StatisticSpec, make_plan
-from natgrad.plan.autotune.predict import BUCKET_BYTES
-from natgrad.plan.buckets import bucket_limit, make_buckets
+from natgrad.plan import (
+    BlockSpec,
+    Plan,
+    StatisticSpec,
+    bucket_limit,
+    make_buckets,
+    make_plan,
+)
+from natgrad.plan.autotune import BUCKET_BYTES
 from natgrad_lab.train.processes import World, processes
 
 CASES = ((4, 8), (24, 24), (12, 96), (6, 320), (2, 800))

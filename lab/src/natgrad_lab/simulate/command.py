@@ -11,7 +11,6 @@ from typing import Any
 import tyro
 from rich.table import Table
 
-from natgrad.engine.auto import intervals
 from natgrad_lab.console import show
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate.asked import (
@@ -177,7 +176,7 @@ def policy_of(asked: SimulateCommand, world: int) -> Policy:
         interval = max(1, round(steps / asked.per_epoch))
         return every(max(1, round(interval / 10)), interval)
     refresh = options_asked(asked).refresh
-    statistics, inverses = (round(x) for x in intervals(refresh))
+    statistics, inverses = (round(x) for x in refresh.mean_intervals())
     adaptive = refresh.tolerance is not None
     return reduced(1 / statistics) if adaptive else every(statistics, inverses)
 

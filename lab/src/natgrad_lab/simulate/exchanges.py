@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from natgrad.plan import HardwareProfile, Plan
-from natgrad.plan.autotune.choice import sgd_exchange
-from natgrad.plan.autotune.predict import agree_seconds, exchange_seconds, is_measured
+from natgrad.plan import (
+    EXCHANGES,
+    Departure,
+    HardwareProfile,
+    Leg,
+    Plan,
+    Wiring,
+    departures,
+    reductions,
+)
+from natgrad.plan.autotune import (
+    agree_seconds,
+    departure_seconds,
+    exchange_seconds,
+    is_measured,
+    scaled,
+    sgd_exchange,
+)
 from natgrad_lab.simulate.events import Task, Timeline
 from natgrad_lab.simulate.policy import Kind
 from natgrad_lab.simulate.roles import Conditions
 from natgrad_lab.simulate.work import Work
 
 NETWORK = "network"
+Ready = Mapping[float, Mapping[str, Task]]
+"""Tasks of a pass, by the speed of the ranks that do it and by layer."""
 
 
 def whole(_: str) -> float:
@@ -25,9 +43,9 @@ def whole(_: str) -> float:
 class Exchanges:
     """Adds exchanges to a timeline, on the one stream "network".
 
-    By the formula an exchange goes bucket by bucket, each after the layers that fill
-    it. Where exchanges were measured, it is one task, and what of it overlaps compute
-    another.
+    By the formula a reduction goes bucket by bucket, each after the layers that fill
+    it, in the plan's order. Where exchanges were measured, each is one task, and what
+    of it overlaps compute another.
     """
 
     work: Work
@@ -43,36 +61,63 @@ class Exchanges:
         """Whether exchanges of this world were measured."""
         return is_measured(self.profile, self.plan.world)
 
-    def _send(
-        self, exchange: str, side: str, ready: Mapping[float, Mapping[str, Task]]
-    ) -> list[Task]:
-        """Buckets of an exchange, each after the layers that fill it."""
+    def _reduce(self, forward: Ready, backward: Ready) -> list[Task]:
+        """The reductions of a step, in the plan's order; see `natgrad.plan.sequence`.
+
+        By the formula each bucket is a task, after the layers that fill it.
+        """
         if self.plan.world == 1:
             return []
         if self.measured:
-            return self._send_measured(exchange, side, ready)
-        if exchange == "reduce_gradients":
-            if self.sgd or self.plan.gradients == "ddp":
-                return self._all_reduce(ready)
-            names = [layer.spec.name for layer in self.work.layers[::-1]]
-            weights = dict.fromkeys(names, 1.0)
-        else:
-            if self.sgd or not self.kind.estimated:
-                return []
-            names = self._statistics(side)
-            weights = {name: self.kind.estimates(name) for name in names}
+            sent = self._send_measured("reduce_statistics", "left", backward)
+            return sent + self._send_measured("reduce_gradients", "", backward)
+        legs: Sequence[Leg] = ()
+        if not self.sgd:
+            due = [s.name for s in self.plan.statistics if self.kind.estimates(s.name)]
+            legs = reductions(self.plan, due, early=True)
+        weights = {n: self.kind.estimates(n) for x in legs for n in x.names if "/" in n}
+        wiring = scaled(self.plan, legs, self._wiring, weights)
+        first, second = departures(self.plan, legs, wiring)
+        ready = {"forward": forward, "backward": backward}
         tasks: list[Task] = []
-        for bucket in self._buckets(exchange, names, weights):
-            seconds = self._seconds(exchange, bucket, weights)
-            tasks.append(self._ship(exchange, bucket, seconds, ready))
+        for departure in first:
+            seconds = self._departure(departure, legs[departure.leg].exchange, weights)
+            tasks.append(self._ship(legs, departure, seconds, ready))
+        if self.sgd or self.plan.gradients == "ddp":
+            tasks += self._all_reduce(backward)
+        if legs:
+            tasks += self._agree(1, tasks[-1:], "control")
+        busy = Counter[int]()
+        for departure in second:
+            seconds = departure_seconds(departure, self.profile, weights)
+            busy.update(dict.fromkeys(departure.bucket.ranks, seconds))
+        if second:
+            spread = "reduce_gradients"
+            last = max(busy.values())
+            tasks.append(self.timeline.add(spread, spread, NETWORK, last, tasks[-1:]))
         return tasks
 
-    def _send_measured(
-        self, exchange: str, side: str, ready: Mapping[float, Mapping[str, Task]]
-    ) -> list[Task]:
+    @property
+    def _wiring(self) -> Wiring:
+        conditions = self.conditions
+        return Wiring(
+            bucket_bytes=conditions.bucket_bytes,
+            sent_bytes={x: conditions.element_bytes(x) for x in EXCHANGES},
+            way=self.profile.way,
+        )
+
+    def _departure(
+        self, departure: Departure, exchange: str, weights: Mapping[str, float]
+    ) -> float:
+        seconds = departure_seconds(departure, self.profile, weights)
+        # A whole matrix is twice its triangle, but for the diagonal.
+        whole = exchange == "reduce_statistics" and not self.conditions.packed
+        return 2 * seconds if whole else seconds
+
+    def _send_measured(self, exchange: str, side: str, ready: Ready) -> list[Task]:
         """A whole exchange as it was measured, after the pass but for its overlap."""
-        if side == "right" or (side and (self.sgd or not self.kind.estimated)):
-            return []  # the library sends all statistics in one exchange
+        if side and (self.sgd or not self.kind.estimated):
+            return []
         if not side and (self.sgd or self.plan.gradients == "ddp"):
             seconds = sgd_exchange(self.plan.blocks, self.plan.world, self.profile)
         else:
@@ -89,44 +134,20 @@ class Exchanges:
             for (name, share), after in zip(parts, waits, strict=True)
         ]
 
-    def _statistics(self, side: str) -> list[str]:
-        blocks = self.plan.blocks if side == "right" else self.plan.blocks[::-1]
-        forward = side == "right"
-        specs = [s for block in blocks for s in block.statistics]
-        return [s.name for s in specs if (s.kind == "A") == forward]
-
-    def _buckets(
-        self, exchange: str, names: Iterable[str], weights: Mapping[str, float]
-    ) -> list[list[str]]:
-        limit = self.conditions.bucket_bytes
-        each = self.conditions.element_bytes(exchange)
-        buckets: list[list[str]] = [[]]
-        held = 0.0
-        for item in self.plan.exchanges[exchange].select(names):
-            size = each * item.elements * weights[item.name]
-            if buckets[-1] and held + size > limit:
-                buckets.append([])
-                held = 0.0
-            buckets[-1].append(item.name)
-            held += size
-        return [bucket for bucket in buckets if bucket]
-
     def _seconds(
         self, exchange: str, names: Sequence[str], weights: Mapping[str, float]
     ) -> float:
-        seconds = exchange_seconds(
+        return exchange_seconds(
             self.plan,
             exchange,
             self.profile,
             names=names,
             weights=weights,
             element_bytes=self.conditions.element_bytes(exchange),
+            bucket_bytes=self.conditions.bucket_bytes,
         )
-        # A whole matrix is twice its triangle, but for the diagonal.
-        whole = exchange == "reduce_statistics" and not self.conditions.packed
-        return 2 * seconds if whole else seconds
 
-    def _all_reduce(self, ready: Mapping[float, Mapping[str, Task]]) -> list[Task]:
+    def _all_reduce(self, ready: Ready) -> list[Task]:
         """DDP's buckets, as in SGD."""
         world, each = self.plan.world, self.conditions.element_bytes("reduce_gradients")
         tasks: list[Task] = []
@@ -138,32 +159,44 @@ class Exchanges:
             size += each * layer.spec.elements
             if size >= self.conditions.bucket_bytes or index == len(layers) - 1:
                 seconds = 2 * self.profile.move(size, world)
-                tasks.append(self._ship("reduce_gradients", bucket, seconds, ready))
+                tasks.append(self._ship_blocks(bucket, seconds, ready))
                 bucket, size = [], 0.0
         return tasks
 
     def _ship(
         self,
-        exchange: str,
-        names: Sequence[str],
+        legs: Sequence[Leg],
+        departure: Departure,
         seconds: float,
-        ready: Mapping[float, Mapping[str, Task]],
+        ready: Mapping[str, Ready],
     ) -> Task:
-        blocks = [name.rsplit("/", 1)[0] for name in names]
-        if self.conditions.overlap:
-            after = [tasks[block] for tasks in ready.values() for block in blocks]
-        else:
-            last = self.work.layers[0].spec.name
-            after = [tasks[last] for tasks in ready.values()]
+        """A bucket, after what makes its last item."""
+        names = [p.name for p in departure.bucket.parcels]
+        exchange = legs[departure.leg].exchange
+        phase, block = departure.after
+        if not self.conditions.overlap:
+            phase, block = "backward", self.work.layers[0].spec.name
+        after = [tasks[block] for tasks in ready[phase].values() if block in tasks]
         label = f"{names[0]} +{len(names) - 1}" if len(names) > 1 else names[0]
         return self.timeline.add(label, exchange, NETWORK, seconds, after)
 
-    def _agree(self, times: float, after: Iterable[Task]) -> list[Task]:
-        """Small sums that all ranks wait for, if their seconds are known."""
+    def _ship_blocks(self, blocks: Sequence[str], seconds: float, ready: Ready) -> Task:
+        """A bucket of DDP's."""
+        last = blocks[-1]
+        if not self.conditions.overlap:
+            last = self.work.layers[0].spec.name
+        after = [tasks[last] for tasks in ready.values()]
+        label = f"{blocks[0]} +{len(blocks) - 1}" if len(blocks) > 1 else blocks[0]
+        return self.timeline.add(label, "reduce_gradients", NETWORK, seconds, after)
+
+    def _agree(
+        self, times: float, after: Iterable[Task], phase: str = "agree"
+    ) -> list[Task]:
+        """Small sums that all ranks wait for."""
         seconds = times * agree_seconds(self.profile, self.plan.world)
         if not seconds:
             return []
-        return [self.timeline.add("agree", "agree", NETWORK, seconds, after)]
+        return [self.timeline.add(phase, phase, NETWORK, seconds, after)]
 
     def _share(
         self, exchange: str, after: Mapping[int, Task], weight: Callable[[str], float]
@@ -173,8 +206,5 @@ class Exchanges:
         names = list(weights)
         if not names or self.plan.world == 1:
             return None
-        buckets = self._buckets(exchange, names, weights)
-        if self.measured:
-            buckets = [names]  # cut into buckets where it was measured
-        seconds = sum(self._seconds(exchange, each, weights) for each in buckets)
+        seconds = self._seconds(exchange, names, weights)
         return self.timeline.add(exchange, exchange, NETWORK, seconds, after.values())

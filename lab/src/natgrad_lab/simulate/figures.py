@@ -10,7 +10,16 @@ from natgrad_lab.simulate.events import Timeline, streams
 from natgrad_lab.simulate.run import PHASES, Result
 
 _MOST_ROWS = 12
-_COLORS = [*(f"C{i}" for i in range(10)), "0.2", "gold", "0.6", "teal", "tan", "navy"]
+_COLORS = [
+    *(f"C{i}" for i in range(10)),
+    "0.2",
+    "gold",
+    "0.6",
+    "teal",
+    "tan",
+    "navy",
+    "plum",
+]
 
 
 def _figure(width: float, height: float) -> Any:

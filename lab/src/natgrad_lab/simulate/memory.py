@@ -7,15 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from natgrad import Options
+from natgrad import Budget, Options
 from natgrad.diagnostics.groups import Labelled
-from natgrad.engine.auto import intervals
-from natgrad.factors.budget import Budget
 from natgrad.layers import Block
-from natgrad.plan import Plan
-from natgrad.plan.describe import size_text
-from natgrad.plan.memory import Keeps, memory_of, momentum_of
-from natgrad.plan.spec import FLOAT_BYTES
+from natgrad.plan import FLOAT_BYTES, Keeps, Plan, memory_of, momentum_of, size_text
 from natgrad.plan.split import OUT, SPLIT_EXCHANGES
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate.work import Work
@@ -34,7 +29,7 @@ def parse_size(text: str) -> int:
 
 def keeps_of(options: Options, ruled: Sequence[Labelled] = ()) -> Keeps:
     """What a method keeps between steps; ``ruled`` are blocks with their own rules."""
-    statistics, inverses = intervals(options.refresh)
+    statistics, inverses = options.refresh.mean_intervals()
     return Keeps(
         decay=options.factor_decay,
         waits=inverses > statistics,

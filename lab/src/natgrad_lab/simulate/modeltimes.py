@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from natgrad import KFAC, Every
 from natgrad.engine.step import Directions
-from natgrad.plan.autotune.profile import ModelTimes
+from natgrad.plan.autotune import ModelTimes
 from natgrad_lab.errors import UserError
 from natgrad_lab.models import build
 from natgrad_lab.simulate.operations import now

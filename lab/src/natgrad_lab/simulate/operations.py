@@ -20,7 +20,7 @@ from natgrad.math.conv.geometry import ConvGeometry
 from natgrad.math.conv.moments import conv_input_moment, conv_output_moment
 from natgrad.math.inverse import damped_inverses, eigendecompositions
 from natgrad.math.statistics import gram
-from natgrad.plan.autotune.profile import Curve
+from natgrad.plan.autotune import Curve
 
 NEVER = Every(statistics=10**6, inverses=10**6)
 PRODUCTS = (16, 64, 256, 1024)

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from natgrad import Options
 from natgrad.diagnostics.groups import group_rows
-from natgrad.engine.auto import intervals
 from natgrad.plan import (
+    FLOAT_BYTES,
     Choice,
     CostModel,
     HardwareProfile,
@@ -22,9 +22,8 @@ from natgrad.plan import (
     Strategy,
     choose_strategy,
     make_plan,
+    size_text,
 )
-from natgrad.plan.describe import size_text
-from natgrad.plan.spec import FLOAT_BYTES
 from natgrad.plan.split import loads_of, lower_bound
 from natgrad_lab.console import show, width
 from natgrad_lab.errors import UserError
@@ -98,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     if work.ruled:
         show(groups_table(work, plan))
     show(memory_table(rows))
-    show(traffic_table(plan, *intervals(options.refresh)))
+    show(traffic_table(plan, *options.refresh.mean_intervals()))
     print(textwrap.fill(left_out(work), width()))
     if asked.split:
         print(split_text(plan))
@@ -151,7 +150,7 @@ def _choose(
 ) -> Choice:
     if profile is None:
         raise UserError("--strategy auto needs --profile: here, if it is calibrated.")
-    statistics, inverses = intervals(options.refresh)
+    statistics, inverses = options.refresh.mean_intervals()
     compute, estimate = passes(work, profile, asked.batch_per_rank)
     return choose_strategy(
         work.specs,

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from natgrad.plan import HardwareProfile
-from natgrad.plan.autotune.profile_file import (
+from natgrad.plan.autotune import (
     default_path,
     load_profile,
     profile_from_dict,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from natgrad.plan import Plan, make_plan
-from natgrad.plan.autotune.profile import Curve
+from natgrad.plan.autotune import Curve
 from natgrad_lab.simulate.work import work_of
 
 Row = tuple[str, int]

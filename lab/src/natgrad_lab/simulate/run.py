@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from natgrad.plan import HardwareProfile, Plan, make_plan
@@ -28,6 +28,7 @@ PHASES = (
     "precondition",
     "share_updates",
     "agree",
+    "control",
     "overhead",
     "update",
 )
@@ -158,8 +159,3 @@ def scaling(
 ) -> list[Result]:
     """Every method on every world."""
     return [simulate(work, profile, w, m, conditions) for m in methods for w in worlds]
-
-
-def with_strategy(method: Method, strategy: str) -> Method:
-    """The same method with another strategy."""
-    return replace(method, strategy=strategy)

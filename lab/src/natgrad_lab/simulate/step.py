@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from natgrad.plan import BlockSpec, StatisticSpec
-from natgrad.plan.autotune.predict import AGREEMENTS, exchange_seconds
+from natgrad.plan.autotune import AGREEMENTS, exchange_seconds
 from natgrad.plan.split import BACK, OUT
 from natgrad_lab.simulate.events import Task, Timeline
 from natgrad_lab.simulate.exchanges import NETWORK, Exchanges, whole
@@ -71,12 +71,10 @@ class StepBuilder(Exchanges):
             stream, seconds = f"compute x{speed:g}", speed * self.profile.step
             self.timeline.add("host", "host", stream, seconds)
         forward = self._front("forward", self.work.layers)
-        sent = self._send("reduce_statistics", "right", forward)
         if self.conditions.sampled and self.kind.estimated > 0 and not self.sgd:
             self._front("sampled backward", self.work.layers[::-1])
         backward = self._front("backward", self.work.layers[::-1])
-        sent += self._send("reduce_statistics", "left", backward)
-        sent += self._send("reduce_gradients", "", backward)
+        sent = self._reduce(forward, backward)
         last = self.work.layers[0].spec.name
         return {speed: tasks[last] for speed, tasks in backward.items()}, sent
 

@@ -1,7 +1,7 @@
 """The study in its storage: one Optuna trial a configuration, taken and ended once.
 
 Note [One row a configuration]
-    A configuration has one trial for ever, known by its key. It is waiting, then
+    A configuration has one trial, known by its key. It is waiting, then
     running, then complete (or, when training diverged, failed). A worker that dies
     leaves it running; another takes over the same row, and goes on from the checkpoint.
     Optuna refuses to change a finished trial, so even two workers that both believe
@@ -36,7 +36,7 @@ from natgrad_lab.study.storage import Storage
 SHOWN = 20
 """Points of a finished curve that Optuna's own tools are shown."""
 OPEN = (TrialState.WAITING, TrialState.RUNNING)
-# Optuna wants one distribution a name for ever: wide ones, so that grids can grow.
+# Optuna wants one distribution a name, always: wide ones, so that grids can grow.
 # Words have no wide one (a choice more is another distribution): they are attributes.
 RANGES: dict[str, BaseDistribution] = {
     "batch": IntDistribution(1, 2**31 - 1),
@@ -243,7 +243,7 @@ class Ledger:
         facts = {"attempts": attempt, "place": here, "worker": worker}
         for name, value in facts.items():
             rdb.set_trial_user_attr(trial_id, name, value)
-        # before the state: a running trial without heartbeat would be nobody's
+        # before the state: a running trial without heartbeat would belong to no worker
         rdb.record_heartbeat(trial_id)
         if row.state == TrialState.WAITING:
             rdb.set_trial_state_values(trial_id, state=TrialState.RUNNING)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from natgrad.math.inverse import InverseError
+from natgrad import InverseError
 from natgrad_lab.errors import UserError
 from natgrad_lab.study.curves import Curve, from_records
 from natgrad_lab.study.points import Planned
@@ -83,7 +83,7 @@ def _check(
     clear(folder)
     raise UserError(
         f"The records of {planned.point.label} have a hole: a worker was killed while "
-        "its disk was full. Run the same command again; this trial starts anew."
+        "its disk was full. Run the same command again; this trial starts over."
     )
 
 
@@ -115,7 +115,7 @@ def _train(trainer: Trainer, run: runs.Run, started: Started) -> Ending:
     try:
         return trainer.train(resume=True)
     except UserError as error:
-        warnings.warn(f"{error} This trial starts anew.", stacklevel=2)
+        warnings.warn(f"{error} This trial starts over.", stacklevel=2)
     clear(run.folder)
     runs.create(run.folder, run.name, run.config)
     started(trainer, 0)

@@ -116,7 +116,7 @@ class Checkpoints:
             problems.append(problem)
         lines = "".join(f"\n  {each}" for each in problems)
         raise UserError(
-            f"No usable checkpoint in {self._folder}. Start the run anew.{lines}"
+            f"No usable checkpoint in {self._folder}. Start the run over.{lines}"
         )
 
     def close(self) -> None:

@@ -226,10 +226,10 @@ class CurvatureConfig:
     whitening: Literal["half", "full"] | None = None
     """Of orthogonal."""
     basis: Literal["exact", "tracked"] | None = None
-    """Eigenbases, where the rule has them: anew each time, or tracked."""
+    """Eigenbases, where the rule has them: exact each time, or tracked."""
     moments: Literal["move", "keep", "restart"] | None = None
     """Second moments when a refresh replaces their bases: moved into them, kept, or
-    anew."""
+    reset."""
     beta2: float | None = None
     """Decay of the second moments of eigen_adam and adam."""
     length: Literal["free", "kl_clip", "layer_trust", "muon"] | None = None
@@ -265,7 +265,7 @@ class CurvatureConfig:
     each layer needs, however large the batch."""
     largest_factor: int | Literal["whole"] | None = None
     """Rows that a factor may have: a larger one is cut into diagonal blocks. whole:
-    none is cut, as in the papers."""
+    none is cut; the papers cut none."""
     strategy: Literal["factor_wise", "layer_wise", "spngd", "auto"] | None = None
     """Who owns and who works, with several processes. auto: what the calibrated machine
     is fastest with."""
@@ -298,7 +298,7 @@ class CurvatureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RefreshConfig:
-    """When statistics are estimated anew.
+    """When statistics are estimated again.
 
     None: what the optimizer has by default; where that is another kind, intervals of 1.
     """
@@ -449,10 +449,6 @@ class TrainConfig:
     def epoch(self, step: int, examples: int) -> float:
         """The real-valued epoch after ``step`` updates."""
         return step * self.batch / examples
-
-    def step_of(self, epoch: float, examples: int) -> int:
-        """The first step at or after an epoch."""
-        return math.ceil(epoch * examples / self.batch)
 
     def accumulation(self, world: int) -> tuple[int, int]:
         """(examples a forward on one process, forwards an update)."""

@@ -1,4 +1,4 @@
-"""What the loop eats: batches of this rank, mixed and smoothed, without end.
+"""What the loop reads: batches of this rank, mixed and smoothed, without end.
 
 A step's batch is ordered by forward, then by rank: the first examples are what all
 ranks have in their first forward. Running mixup pairs example i of a step with example

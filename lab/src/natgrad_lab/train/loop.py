@@ -85,7 +85,7 @@ class Trainer:
             examples=self.feed.examples,
             grad_scaler=self.mixed.scaler,
         )
-        # Weights start alike; what is drawn from here on (dropout, sampled labels)
+        # Weights start equal; what is drawn from here on (dropout, sampled labels)
         # must differ from rank to rank.
         torch.manual_seed(self.config.seed * 100_003 + world.rank)
         optimizer = self.method.optimizer

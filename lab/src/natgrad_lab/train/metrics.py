@@ -181,7 +181,7 @@ class Clock:
         self._total = seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase, and start anew."""
+        """Seconds by phase, and start again."""
         self._read()
         phases = {name: round(value, 6) for name, value in self._phases.items()}
         self._phases.clear()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from natgrad.distributed.communicator import CommError
+from natgrad import CommError
 from natgrad.distributed.watchdog import Pulse
 from natgrad_lab.train.meeting import meet
 

@@ -39,7 +39,7 @@ class RefreshLog:
         return sorted(self._index[name] for name in names)
 
     def take(self) -> dict[str, Any]:
-        """What a record tells, and start anew."""
+        """What a record tells, and start again."""
         if self._curved is None:
             return {}
         facts: dict[str, Any] = {"refreshes": self._steps}

@@ -1,10 +1,10 @@
 """The state of a training run: what a checkpoint holds, for any number of ranks.
 
-What all ranks have alike is saved once, and what one rank owns (statistics, momentum
+What is equal on all ranks is saved once, and what one rank owns (statistics, momentum
 under SPNGD) by that rank; both by name. What every rank has its own of (batch norm's
 running averages, random states, the virtual batch of mixup, the loss since the last
 record) is one tensor of all ranks, row by row. On the same number of ranks each takes
-its row; on another number averages are averaged, the virtual batch is cut anew, and
+its row; on another number averages are averaged, the virtual batch is cut again, and
 random states start from the seed, the step and the rank.
 """
 

@@ -31,7 +31,7 @@ def correlate_images(x: Tensor, geometry: ConvGeometry, _: int = 0) -> Tensor:
     total = x.new_zeros(shape, dtype=sum_dtype(x))
     first, *reach = geometry.reach
     for block in blocks(x):
-        # A convolution pads both ends alike, but here the first dim needs only one.
+        # A convolution pads both ends equally, but here the first dim needs only one.
         below = F.pad(block, (0, 0) * (dims - 1) + (0, first))
         total += torch.ops.aten.convolution_backward(
             block, below, total, None, [1] * dims, [0, *reach], geometry.dilation,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from natgrad.plan.autotune.predict import added_seconds, nearest
 from natgrad.plan.autotune.profile import HardwareProfile
 from natgrad.plan.cost import CostModel
 from natgrad.plan.plan import make_plan
 from natgrad.plan.spec import FLOAT_BYTES, BlockSpec
-from natgrad.plan.strategies import Strategy, find_strategy
+from natgrad.plan.strategies import FIRST_PLACEMENT, Strategy, find_strategy
 
 # From the least memory and traffic of inverses to the most.
 CANDIDATES = (
@@ -95,7 +96,7 @@ def choose_strategy(
     gradients: str = "own",
     compute: float = 0.0,
     estimate: float = 0.0,
-    placement: str = "longest_first",
+    placement: str = FIRST_PLACEMENT,
     candidates: Sequence[str | Strategy] = CANDIDATES,
 ) -> Choice:
     """The candidate with the least mean seconds a step on this machine.
@@ -127,19 +128,13 @@ def choose_strategy(
     # DDP's all-reduce is part of every candidate as it is of SGD.
     common = {"statistics": crowd * estimate / statistics} if estimate else {}
     common |= {"ddp": sgd} if gradients == "ddp" else {}
-    phases: dict[str, dict[str, float]] = {}
-    for each in distinct(candidates, world):
-        plan = make_plan(
-            specs,
-            world=world,
-            strategy=each,
-            placement=placement,
-            costs=cost,
-            gradients=gradients,
-            inverse=inverse,
-        )
-        added = added_seconds(plan, profile, statistics, inverses, half=half)
-        phases[each.name] = common | added
+    plan = partial(make_plan, specs, world=world, placement=placement, costs=cost)
+    plan = partial(plan, gradients=gradients, inverse=inverse)
+    seconds = partial(added_seconds, statistics=statistics, inverses=inverses)
+    phases = {
+        each.name: common | seconds(plan(strategy=each), profile, half=half)
+        for each in distinct(candidates, world)
+    }
     totals = {name: sum(parts.values()) for name, parts in phases.items()}
     known = crowd * compute
     bound = (1 + TIE) * (known + min(totals.values())) - known

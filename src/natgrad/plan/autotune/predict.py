@@ -6,21 +6,25 @@ The formulas are those of `profile`; a step is taken phase by phase, without ove
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from natgrad.plan.autotune.profile import Collective, HardwareProfile
 from natgrad.plan.buckets import Bucket, bucket_limit, make_buckets
 from natgrad.plan.exchange import Exchange, Item
+from natgrad.plan.messages import AGREE, BUCKET_BYTES, CONTROL, Message, Wiring
 from natgrad.plan.plan import Plan
+from natgrad.plan.sequence import Departure, Leg, departures
 from natgrad.plan.spec import FLOAT_BYTES
 from natgrad.plan.split import SPLIT_EXCHANGES, loads_of
 
 Weights = Mapping[str, float]
 
-BUCKET_BYTES = 25 * 2**20
-"""The default of `CommOptions.bucket_bytes`."""
 AGREEMENTS = 2
 """Small sums that all ranks wait for in every step: the verdict and the KL clip."""
+CONTROLS = 2
+"""Control messages of a step; those of exchanges that were measured are in these."""
 
 
 def exchange_seconds(
@@ -31,8 +35,9 @@ def exchange_seconds(
     names: Iterable[str] | None = None,
     weights: Weights | None = None,
     element_bytes: int = FLOAT_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> float:
-    """Seconds of one exchange, or of its items ``names``, sent in one go.
+    """Seconds of one exchange, or of its items ``names``, with nothing beside it.
 
     ``weights`` scale items: the probability that a statistic is due. The exchanges of
     splits are taken whole, with weights by statistic.
@@ -50,52 +55,80 @@ def exchange_seconds(
         return 0.0
     if is_measured(profile, plan.world):
         return _measured(exchange, sizes, profile, element_bytes)
-    return (
-        _reduced(exchange, sizes, profile)
-        if exchange.reduces
-        else _shared(exchange, sizes, profile)
+    leg = Leg(exchange=name, names=tuple(item.name for item, _ in sizes))
+    wiring = Wiring(
+        bucket_bytes=bucket_bytes, element_bytes=element_bytes, way=profile.way
     )
+    return legs_seconds(plan, [leg], wiring, profile, weights)
 
 
-def _reduced(
-    exchange: Exchange, sizes: Sequence[tuple[Item, float]], profile: HardwareProfile
+def legs_seconds(
+    plan: Plan,
+    legs: Sequence[Leg],
+    wiring: Wiring,
+    profile: HardwareProfile,
+    weights: Weights | None = None,
 ) -> float:
-    """Everything goes one way to its first destination, then to the others."""
-    world = exchange.world
-    seconds = profile.move(sum(size for _, size in sizes), world)
-    every = sum(s for i, s in sizes if len(i.destinations) == world)
-    if every:
-        seconds += profile.move(every, world)
-    some = [(i, s) for i, s in sizes if 1 < len(i.destinations) < world]
-    return seconds + _columns(some, world, profile)
+    """Seconds of the collectives of some legs, by the formula, one after another.
+
+    Groups of some of the ranks work side by side: the rank with the most to do counts.
+    """
+    # of groups of some of the ranks, one of each column: the others do the same
+    only = frozenset(ranks[0] for ranks in plan.workers.values())
+    wiring = scaled(plan, legs, wiring, weights)
+    first, second = departures(plan, legs, wiring, only)
+    whole, some = 0.0, Counter[int]()
+    for departure in (*first, *second):
+        seconds = departure_seconds(departure, profile, weights)
+        ranks = departure.bucket.ranks
+        if len(ranks) == plan.world:
+            whole += seconds
+        else:
+            some.update({rank: seconds for rank in ranks if rank in only})
+    return whole + max(some.values(), default=0.0)
 
 
-def _shared(
-    exchange: Exchange, sizes: Sequence[tuple[Item, float]], profile: HardwareProfile
+def scaled(
+    plan: Plan, legs: Sequence[Leg], wiring: Wiring, weights: Weights | None
+) -> Wiring:
+    """Wiring whose buckets hold as many items as they do if only a share is due."""
+    if weights is None:
+        return wiring
+    items = [i for x in legs for i in plan.exchanges[x.exchange].select(x.names)]
+    size = sum(item.elements for item in items)
+    due = sum(item.elements * weights.get(item.name, 1.0) for item in items)
+    share = due / size if due else 1.0
+    return replace(wiring, bucket_bytes=int(wiring.bucket_bytes / share))
+
+
+def departure_seconds(
+    departure: Departure, profile: HardwareProfile, weights: Weights | None = None
 ) -> float:
-    world = exchange.world
-    to_all = [(i, s) for i, s in sizes if len(i.destinations) == world]
-    seconds = _columns(
-        [(i, s) for i, s in sizes if len(i.destinations) < world], world, profile
-    )
-    rows: dict[int, float] = {}
-    for item, size in to_all:
-        ranks = -(-world // len(item.sources))
-        rows[ranks] = rows.get(ranks, 0.0) + size
-    return seconds + sum(profile.move(size, ranks) for ranks, size in rows.items())
+    """Seconds of the collectives that move a bucket, by the formula."""
+    parcels = departure.bucket.parcels
+    size = sum(p.elements for p in parcels)
+    due = size if weights is None else 0.0
+    if weights is not None:
+        due = sum(p.elements * weights.get(p.name, 1.0) for p in parcels)
+    messages = (m for stage in departure.stages for m in stage)
+    return sum(message_seconds(m, profile, due / size) for m in messages)
 
 
-def _columns(
-    sizes: Sequence[tuple[Item, float]], world: int, profile: HardwareProfile
+def message_seconds(
+    message: Message, profile: HardwareProfile, share: float = 1.0
 ) -> float:
-    """Columns of the grid work side by side: the fullest one counts."""
-    columns: dict[tuple[int, ...], float] = {}
-    for item, size in sizes:
-        columns[item.destinations] = columns.get(item.destinations, 0.0) + size
-    if not columns:
-        return 0.0
-    ranks, size = max(columns.items(), key=lambda entry: entry[1])
-    return profile.move_strided(size, len(ranks), -(-world // len(ranks)))
+    """Seconds of one collective by the formula, if only a share of it is sent.
+
+    A small sum takes a tree's steps, whatever the machine does with large ones.
+    """
+    ranks = message.ranks
+    if message.exchange in (CONTROL, AGREE):
+        return profile.small(len(ranks))
+    size, stride = share * (message.bytes + message.padding), ranks[1] - ranks[0]
+    one = profile.move(size, len(ranks))
+    if stride > 1:
+        one = profile.move_strided(size, len(ranks), stride)
+    return 2 * one if message.kind == "all_reduce" else one
 
 
 def _divided(
@@ -161,8 +194,12 @@ def nearest(profile: HardwareProfile, kind: str, ranks: int) -> Collective:
 
 
 def agree_seconds(profile: HardwareProfile, world: int) -> float:
-    """Seconds of one small sum that all ranks wait for; 0 if it was not measured."""
-    return nearest(profile, "agree", world).begin if world > 1 else 0.0
+    """Seconds of one small sum that all ranks wait for."""
+    if world == 1:
+        return 0.0
+    if is_measured(profile, world):
+        return nearest(profile, "agree", world).begin
+    return profile.small(world)
 
 
 def loads(plan: Plan) -> tuple[list[float], list[float]]:
@@ -195,6 +232,7 @@ def added_seconds(
     invert, precondition = (max(profile.finish(each)) for each in loads(plan))
     own = profile.slowdown(plan.world) * profile.block * len(plan.blocks)
     agree = agree_seconds(profile, plan.world)
+    small = AGREEMENTS + (0 if is_measured(profile, plan.world) else CONTROLS)
 
     def moved(name: str) -> float:
         size = FLOAT_BYTES // 2 if name in half else FLOAT_BYTES
@@ -209,7 +247,7 @@ def added_seconds(
         "precondition": precondition,
         "reduce_gradients": moved("reduce_gradients"),
         "share_updates": moved("share_updates"),
-        "overhead": own + AGREEMENTS * agree,
+        "overhead": own + small * agree,
     }
 
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from natgrad.plan.cost import CostModel, Rates, rate_at
+from natgrad.plan.messages import WAYS, Way
 
 ALGORITHMS = ("ring", "tree")
 COLLECTIVES = ("reduce", "all_reduce", "gather", "agree")
@@ -138,6 +139,8 @@ class HardwareProfile:
         eigen, cholesky: Decomposition, and damped inverse, of one matrix.
         ranks_per_node, inside, between: Ranks share a node's link to other nodes.
         algorithm: "ring" or "tree".
+        way: How buckets become collectives, "rooted" or "padded": see
+            `natgrad.plan.messages`.
         crowding: The k-th number, >= 1, multiplies a rank's compute seconds while k
             ranks of its node compute. Beyond the last it grows in proportion to k; ()
             means that ranks do not share cores.
@@ -166,6 +169,7 @@ class HardwareProfile:
     inside: Link = field(default_factory=lambda: Link(latency=5e-5, bandwidth=2e9))
     between: Link = field(default_factory=lambda: Link(latency=5e-5, bandwidth=1e9))
     algorithm: str = "ring"
+    way: Way = "padded"
     crowding: tuple[float, ...] = ()
     overlap: float = 1.0
     collectives: tuple[Collective, ...] = ()
@@ -191,6 +195,9 @@ class HardwareProfile:
             raise ValueError(
                 f"Invalid algorithm={self.algorithm!r}. Must be one of {ALGORITHMS}."
             )
+
+        if self.way not in WAYS:
+            raise ValueError(f"Invalid way={self.way!r}. Must be one of {WAYS}.")
 
     def product(self, size: float) -> float:
         """Seconds a flop of a product whose three dims have this geometric mean."""
@@ -279,6 +286,12 @@ class HardwareProfile:
         if nodes == 1:
             return self._pass(self.inside, size, ranks, 1)
         return self._pass(self.between, size * copies, ranks, 1)
+
+    def small(self, ranks: int) -> float:
+        """Seconds of a sum of a few numbers over neighbours, up a tree and down."""
+        inside, nodes = self.nodes(ranks)
+        pairs = ((self.inside, inside), (self.between, nodes))
+        return 2 * sum(x.latency * math.ceil(math.log2(n)) for x, n in pairs)
 
     def _pass(self, link: Link, size: float, ranks: int, calls: int) -> float:
         if ranks == 1:

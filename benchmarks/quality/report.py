@@ -1,0 +1,144 @@
+"""The records as tables and a figure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from benchmarks.common import markdown_table
+
+Record = dict[str, Any]
+Setting = tuple[str, int, int]
+TUNED_WITH = 1
+"""The seed that chooses rates; all others are finals."""
+TITLES = {
+    "airbench": "P1, airbench at a quarter of its width: test accuracy, %",
+    "language": "P2, byte transformer: held-out loss, nats a byte",
+    "autoencoder": "P4, deep autoencoder on digits: held-out loss",
+}
+UNITS = {"airbench": "images", "language": "sequences of 128", "autoencoder": "images"}
+TEXT = """# Whole trainings
+
+From `python -m benchmarks.quality report`, which reads `quality.jsonl`;
+`benchmarks/quality/PROTOCOL.md` says what is trained, how rates were chosen, and what
+was cut. *Tuned* is the best of the rates that were tried, with the seed that chose it;
+*finals* are other seeds at that rate: mean, range and number. A difference between two
+single seeds is not a result. *Steps* is where the tuned run's own curve, looked at
+about twelve times, first reaches the tuned end of the best contender that is not ours.
+CPU seconds are of a busy machine. `whole-activations` is `natgrad.Polar(model, lr)`,
+one optimizer for all parameters; the other `whole` are variants of it.
+"""
+
+
+def is_ours(name: str) -> bool:
+    """Whether a contender is a `Polar`."""
+    return name.startswith(("polar", "whole"))
+
+
+def by_setting(records: Iterable[Record]) -> dict[Setting, dict[str, list[Record]]]:
+    """Records of each contender, of each protocol, number of steps and batch."""
+    found: dict[Setting, dict[str, list[Record]]] = {}
+    for r in records:
+        setting = (r["protocol"], r["steps"], r["batch"])
+        found.setdefault(setting, {}).setdefault(r["contender"], []).append(r)
+    return dict(sorted(found.items()))
+
+
+def tuned(runs: Sequence[Record]) -> Record:
+    """The best run of the seed that chooses rates."""
+    return min((r for r in runs if r["seed"] == TUNED_WITH), key=lambda r: r["value"])
+
+
+def finals(runs: Sequence[Record]) -> list[float]:
+    """Ends of other seeds at the rate that was chosen."""
+    lr = tuned(runs)["lr"]
+    return [r["value"] for r in runs if r["lr"] == lr and r["seed"] != TUNED_WITH]
+
+
+def reached(run: Record, value: float) -> int | None:
+    """The first step at which a run was looked at and was as good."""
+    return next((step for step, v, _ in run["curve"] if v <= value), None)
+
+
+def _shown(protocol: str, value: float) -> str:
+    return f"{100 - value:.1f}" if protocol == "airbench" else f"{value:.3f}"
+
+
+def _row(protocol: str, name: str, runs: Sequence[Record], goal: float) -> list[str]:
+    best, others = tuned(runs), finals(runs)
+    tried = sorted({r["lr"] for r in runs if r["seed"] == TUNED_WITH})
+    ends = "-"
+    if others:
+        low, high = sorted(
+            (_shown(protocol, min(others)), _shown(protocol, max(others)))
+        )
+        ends = f"{_shown(protocol, statistics.mean(others))} ({low} to {high}), n = "
+        ends += str(len(others))
+    step = reached(best, goal)
+    return [
+        name,
+        _shown(protocol, best["value"]),
+        f"{best['lr']:g} of " + ", ".join(f"{lr:g}" for lr in tried),
+        ends,
+        "-" if step is None else str(step),
+        f"{best['cpu_seconds']:.0f}",
+    ]
+
+
+def section(setting: Setting, contenders: dict[str, list[Record]]) -> str:
+    """The table of one protocol at one length and batch."""
+    protocol, steps, batch = setting
+    known = {
+        name: runs
+        for name, runs in contenders.items()
+        if any(r["seed"] == TUNED_WITH for r in runs)
+    }
+    ends = {name: tuned(runs)["value"] for name, runs in known.items()}
+    goal = min((v for n, v in ends.items() if not is_ours(n)), default=0.0)
+    heads = ("contender", "tuned", "learning rate", "finals", "steps", "CPU s")
+    order = sorted(known, key=ends.__getitem__)
+    rows = [_row(protocol, name, known[name], goal) for name in order]
+    title = f"## {TITLES[protocol]}; {steps} steps of {batch:,} {UNITS[protocol]}"
+    return f"{title}\n\n{markdown_table(heads, rows)}\n"
+
+
+def figure(settings: dict[Setting, dict[str, list[Record]]], path: Path) -> None:
+    """The tuned run of each contender over its steps."""
+    fig, axes = plt.subplots(
+        1, len(settings), figsize=(4.5 * len(settings), 3.8), squeeze=False
+    )
+    for axis, (setting, contenders) in zip(axes[0], settings.items(), strict=True):
+        protocol, _, batch = setting
+        for name, runs in contenders.items():
+            if not any(r["seed"] == TUNED_WITH for r in runs):
+                continue
+            curve = tuned(runs)["curve"]
+            sign = (lambda v: 100 - v) if protocol == "airbench" else (lambda v: v)
+            axis.plot(
+                [c[0] for c in curve],
+                [sign(c[1]) for c in curve],
+                label=name,
+                linestyle="-" if is_ours(name) else "--",
+            )
+        ends = [tuned(r)["value"] for r in contenders.values()]
+        if protocol != "airbench":
+            axis.set_ylim(0.95 * min(ends), 2.2 * min(ends))
+        axis.set_title(f"{protocol}, batch {batch:,}")
+        axis.set_xlabel("steps")
+        axis.legend(fontsize=7)
+    fig.tight_layout()
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def write(records: list[Record], folder: Path) -> None:
+    """quality.md and quality.png."""
+    settings = by_setting(records)
+    sections = [section(s, contenders) for s, contenders in settings.items()]
+    picture = "![The tuned run of each contender](quality.png)\n"
+    (folder / "quality.md").write_text("\n".join([TEXT, picture, *sections]))
+    figure(settings, folder / "quality.png")
