@@ -7,10 +7,9 @@ to the step's sums. So a forward that is never followed by its backward (evaluat
 forward under no_grad, the recomputed forward of activation checkpointing) counts for
 nothing, and no activation outlives the graph. A second backward through a graph that
 was retained counts for nothing either, nor does one that makes a graph of its own
-(create_graph=True: the inner gradient of a gradient penalty), nor one that makes no
-gradient of the layer's weight (an adversary asks for that of the inputs). A tensor
-hook, unlike a module's backward hook, also works when the next layer is an in-place
-ReLU.
+(create_graph=True, in a gradient penalty), nor one that makes no gradient of the
+layer's weight (an adversary asks for that of the inputs). A tensor hook, unlike a
+module's backward hook, also works before an in-place ReLU.
 
 Note [By name]
 `torch.autograd.grad` of parameters is either a probe beside the loss or what the step
@@ -22,8 +21,7 @@ With N the terms that the loss averages over, the gradient of one term is ghat =
 So the sum of ghat ghat^T is N^2 times the sum of g g^T, and G is that over the number
 of examples. N is that of the micro-batch (Note [Terms] in `forwards`); it is multiplied
 by k when the losses of k micro-batches were each divided by k. If N is given for the
-whole step, there is no k. An AMP loss scale S multiplies g and is divided out again.
-The loss of sampled labels has neither k nor S.
+whole step, there is no k. An AMP loss scale S is divided out. Sampled labels have none.
 """
 
 import weakref
@@ -265,12 +263,11 @@ class Capture:
         vectors = block.kind.vectors(module, output) if alike else 0
         if not vectors:
             return ..., 1.0
-        everyone = len(x) * self._world
-        stride = self._subsample or enough_stride(block.spec.largest, everyone, vectors)
+        all_, largest = len(x) * self._world, block.spec.largest
+        stride = self._subsample or enough_stride(largest, all_, vectors)
         # From step and micro-batch alone: the same on all ranks and after a restart.
-        return every_kth(
-            len(x), stride, f"{self.armed.step}/{len(self._captured.batches)}"
-        )
+        before = f"{self.armed.step}/{len(self._captured.batches)}"
+        return every_kth(len(x), stride, before)
 
     def _expect_backward(
         self, forward: Forward, block: Block, leaf: Leaf, output: Tensor
