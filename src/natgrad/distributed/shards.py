@@ -42,7 +42,8 @@ def find_shards(model: nn.Module, blocks: Sequence[Block], group: Any) -> bool:
                 raise TypeError(
                     f"{names[id(p)]} is placed as {p.placements} on a mesh of shape "
                     f"{tuple(p.device_mesh.mesh.shape)}. Must be as fully_shard places "
-                    "a whole parameter: tensor parallelism is not supported."
+                    "a parameter on a mesh of one axis: tensor parallelism and HSDP "
+                    "are not supported."
                 )
         cuts = tuple(read_cut(names[id(p)], p, ranks) for p in block.parameters)
         block.spec = replace(block.spec, cuts=cuts)
@@ -50,9 +51,8 @@ def find_shards(model: nn.Module, blocks: Sequence[Block], group: Any) -> bool:
 
 
 def _is_data_parallel(p: Any) -> bool:
-    """Whether one axis of the mesh cuts a parameter; another may have copies of it."""
-    *copied, cut = [type(placement).__name__ for placement in p.placements]
-    return cut == "Shard" and all(name == "Replicate" for name in copied)
+    """Whether the mesh has one axis, which cuts the parameter."""
+    return [type(placement).__name__ for placement in p.placements] == ["Shard"]
 
 
 def read_cut(name: str, p: Any, ranks: Ranks) -> Cut:
