@@ -39,7 +39,7 @@ from natgrad.rules.orthogonal import Orthogonal
 from natgrad.rules.rule import Matrices, Rule
 from natgrad.spngd import SPNGD
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "EKFAC",

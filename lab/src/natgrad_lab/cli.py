@@ -39,6 +39,9 @@ COMMANDS = {
         "natgrad_lab.simulate.calibrate:main", "measure this machine into a profile"
     ),
     "simulate": Command("natgrad_lab.simulate.command:main", "a step on many ranks"),
+    "doctor": Command(
+        "natgrad_lab.doctor.command:main", "try every exchange on this cluster"
+    ),
     "demo": Command("natgrad_lab.demo.command:main", "a tour on embedded data"),
 }
 

@@ -25,7 +25,10 @@ class Inspectable:
 
     def report(self) -> str:
         """A table of every parameter: its block, or why it is left out."""
-        return registration_table(self.engine)
+        engine = self.engine
+        groups = [] if engine.optimizer is None else engine.optimizer.param_groups
+        fallback = engine.options.fallback
+        return registration_table(engine.model, engine.statistics, fallback, groups)
 
     def __str__(self) -> str:
         return self.report()
@@ -62,7 +65,7 @@ class Inspectable:
         names what the last step estimated and inverted. Under `Budget`, ``budget`` has
         what was spent and given up.
         """
-        return refresh_summary(self.engine)
+        return refresh_summary(self.engine.statistics)
 
     def traffic(self) -> dict[str, Any]:
         """Bytes and calls by exchange, in the last step and in total."""

@@ -181,14 +181,14 @@ class LayerKind(ABC):
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
     ) -> Tensor:
-        """The moment S of ``scale="corrected"`` ``(s, m * n)``.
+        """The moment S of a rule that corrects (`natgrad.EKFAC`), ``(s, m * n)``.
 
         The sum over examples of the squares of each one's gradient, from the layer's
         input x and the gradient g at its output, in the bases ``right`` and ``left``
         (empty: the identity).
         """
         raise NotImplementedError(
-            f"Layers of kind {self.name!r} cannot have scale='corrected': their kind "
+            f"Layers of kind {self.name!r} cannot have rule=EKFAC(): their kind "
             "has no scale_moment."
         )
 

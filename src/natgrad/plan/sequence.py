@@ -2,7 +2,7 @@
 
 Note [One order]
     Ranks whose collectives, of whatever groups, start in different orders can wait for
-    each other for ever (NCCL). So the plan has them in one list. Reductions come in the
+    each other forever (NCCL). So the plan has them in one list. Reductions come in the
     order in which a forward and a backward make their items; a bucket leaves when this
     rank has all of its items and everything before it has left. What a rank does not
     make (a layer that it skips), or makes in another order (branches), only holds its

@@ -1,0 +1,1 @@
+"""`natgrad doctor`: what a cluster and its backend are fit for."""
