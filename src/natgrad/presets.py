@@ -1,6 +1,7 @@
 """Optimizers that people search by name: `SPNGD` with other options."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -9,14 +10,17 @@ from torch import nn
 from natgrad import options as o
 from natgrad.factors.refresh import Every, Refresh
 from natgrad.layers.split import groups as usual_groups
+from natgrad.math.polar import MUON, Quintic
 from natgrad.options import NOT_GIVEN, NotGiven, Options
 from natgrad.plan import Strategy
 from natgrad.polar import Polar
+from natgrad.requiring import require_count
 from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.kronecker import Kronecker
-from natgrad.rules.lengths import Free, MuonLength
+from natgrad.rules.lengths import Free
 from natgrad.rules.motion import AverageGradients, Decoupled
+from natgrad.rules.muon_length import Adjust, MuonLength
 from natgrad.rules.orthogonal import Orthogonal
 from natgrad.rules.rule import Rule
 from natgrad.spngd import SPNGD
@@ -29,6 +33,35 @@ class _Preset(SPNGD):
 
     def _usual_groups(self, model: nn.Module, options: Options) -> list[dict[str, Any]]:
         return usual_groups(model, options.rule)
+
+
+def _start(preset: SPNGD, options: Options | NotGiven) -> Options:
+    """The options to change: those given, or the preset's."""
+    return type(preset).defaults if isinstance(options, NotGiven) else options
+
+
+def _or(value: Any, usual: Any) -> Any:
+    return usual if isinstance(value, NotGiven) else value
+
+
+def _either(name: str, ours: Any, alias: str, theirs: Any) -> Any:
+    """What a public argument says; raises if ours says something too."""
+    if not isinstance(ours, NotGiven):
+        raise ValueError(
+            f"Invalid {name}={ours!r} with {alias}: both say the same thing. Must be "
+            "one of them."
+        )
+    return theirs
+
+
+def _interval(
+    refresh: Refresh | NotGiven, name: str, every: int | NotGiven
+) -> Refresh | NotGiven:
+    """Statistics in every step, inverses or bases every so many."""
+    if isinstance(every, NotGiven):
+        return refresh
+    require_count(name, every)
+    return _either("refresh", refresh, name, Every(1, every))
 
 
 class Muon(_Preset):
@@ -45,11 +78,11 @@ class Muon(_Preset):
         optimizer = natgrad.Muon(model, lr=1e-3)
 
     It is `SPNGD` with other options, ``Muon.defaults``, and takes the same arguments.
-    torch's ``ns_coefficients`` and ``ns_steps`` are
-    ``rule=Orthogonal(sides="none", iteration=((a, b, c),) * steps)``; ``adjust_lr_fn``
-    is the option ``length=MuonLength(adjust=..., normalise=False)``, and ``nesterov``
-    the option ``average=AverageGradients(nesterov=...)``. Without groups it takes
-    `natgrad.groups` of the model.
+    Those of ``torch.optim.Muon`` are taken too: ``ns_coefficients`` and ``ns_steps``
+    are ``rule=Orthogonal(sides="none", iteration=((a, b, c),) * steps)``;
+    ``adjust_lr_fn`` is the option ``length=MuonLength(adjust=..., normalise=False)``,
+    and ``nesterov`` the option ``average=AverageGradients(nesterov=...)``. Without
+    groups it takes `natgrad.groups` of the model.
     """
 
     defaults: ClassVar[Options] = Options(
@@ -65,6 +98,59 @@ class Muon(_Preset):
     )
     """The options that hold unless others are given."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Iterable[dict[str, Any]] | None = None,
+        *,
+        nesterov: bool | NotGiven = NOT_GIVEN,
+        ns_coefficients: Quintic | NotGiven = NOT_GIVEN,
+        ns_steps: int | NotGiven = NOT_GIVEN,
+        adjust_lr_fn: Adjust | NotGiven = NOT_GIVEN,
+        lr: float | NotGiven = NOT_GIVEN,
+        momentum: float | NotGiven = NOT_GIVEN,
+        weight_decay: float | NotGiven = NOT_GIVEN,
+        rule: Rule | NotGiven = NOT_GIVEN,
+        damping: o.Damping | NotGiven = NOT_GIVEN,
+        refresh: Refresh | NotGiven = NOT_GIVEN,
+        loss: o.Loss | NotGiven = NOT_GIVEN,
+        strategy: str | Strategy | NotGiven = NOT_GIVEN,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        options: Options | NotGiven = NOT_GIVEN,
+    ) -> None:
+        chosen = _start(self, options)
+        if not isinstance(nesterov, NotGiven):
+            average = AverageGradients(nesterov=nesterov)
+            chosen = replace(chosen, average=average)
+        if not isinstance(adjust_lr_fn, NotGiven):
+            length = MuonLength(adjust=adjust_lr_fn, normalise=False)
+            chosen = replace(chosen, length=length)
+        quintic, count = _or(ns_coefficients, MUON[0]), _or(ns_steps, len(MUON))
+        if (quintic, count) != (MUON[0], len(MUON)):
+            require_count("ns_steps", count)
+            iteration = (tuple(quintic),) * count
+            theirs = Orthogonal(sides="none", iteration=iteration)  # pyright: ignore[reportArgumentType]
+            rule = _either("rule", rule, "ns_coefficients or ns_steps", theirs)
+        super().__init__(
+            model,
+            groups,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            rule=rule,
+            damping=damping,
+            refresh=refresh,
+            loss=loss,
+            strategy=strategy,
+            grad_scaler=grad_scaler,
+            options=chosen,
+        )
+
+
+_SOAP = EigenAdam(
+    source="gradients", late=True, basis="tracked", moments="keep", beta2=0.95
+)
+
 
 class SOAP(_Preset):
     """SOAP (Vyas et al. 2024): Adam in the eigenbases of Shampoo's factors.
@@ -74,8 +160,8 @@ class SOAP(_Preset):
 
         optimizer = natgrad.SOAP(model, lr=3e-3)
 
-    It is `SPNGD` with other options, ``SOAP.defaults``, and takes the same arguments:
-    the published ``betas`` are ``momentum`` and the ``beta2`` of the rule,
+    It is `SPNGD` with other options, ``SOAP.defaults``, and takes the same arguments,
+    and the published ones: ``betas`` are ``momentum`` and the ``beta2`` of the rule,
     ``shampoo_beta`` is ``factor_decay``, ``precondition_frequency=k`` is
     ``refresh=Every(1, k)``, ``eps`` is ``damping``, relative to the root mean square
     of the gradient; ``max_precondition_dim`` is the option ``largest_factor``, above
@@ -84,9 +170,7 @@ class SOAP(_Preset):
     """
 
     defaults: ClassVar[Options] = Options(
-        rule=EigenAdam(
-            source="gradients", late=True, basis="tracked", moments="keep", beta2=0.95
-        ),
+        rule=_SOAP,
         fallback=Adam(damping=1e-8),
         length=Free(),
         average=AverageGradients(),
@@ -100,6 +184,51 @@ class SOAP(_Preset):
         strategy="spngd",
     )
     """The options that hold unless others are given."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Iterable[dict[str, Any]] | None = None,
+        *,
+        betas: tuple[float, float] | NotGiven = NOT_GIVEN,
+        shampoo_beta: float | NotGiven = NOT_GIVEN,
+        precondition_frequency: int | NotGiven = NOT_GIVEN,
+        eps: float | NotGiven = NOT_GIVEN,
+        lr: float | NotGiven = NOT_GIVEN,
+        momentum: float | NotGiven = NOT_GIVEN,
+        weight_decay: float | NotGiven = NOT_GIVEN,
+        rule: Rule | NotGiven = NOT_GIVEN,
+        damping: o.Damping | NotGiven = NOT_GIVEN,
+        refresh: Refresh | NotGiven = NOT_GIVEN,
+        loss: o.Loss | NotGiven = NOT_GIVEN,
+        strategy: str | Strategy | NotGiven = NOT_GIVEN,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        options: Options | NotGiven = NOT_GIVEN,
+    ) -> None:
+        chosen = _start(self, options)
+        if not isinstance(betas, NotGiven):
+            own = replace(_SOAP, beta2=betas[1])
+            momentum = _either("momentum", momentum, "betas", betas[0])
+            rule = _either("rule", rule, "betas", own)
+        if not isinstance(shampoo_beta, NotGiven):
+            chosen = replace(chosen, factor_decay=shampoo_beta)
+        refresh = _interval(refresh, "precondition_frequency", precondition_frequency)
+        if not isinstance(eps, NotGiven):
+            damping = _either("damping", damping, "eps", eps)
+        super().__init__(
+            model,
+            groups,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            rule=rule,
+            damping=damping,
+            refresh=refresh,
+            loss=loss,
+            strategy=strategy,
+            grad_scaler=grad_scaler,
+            options=chosen,
+        )
 
 
 class Shampoo(_Preset):
@@ -118,9 +247,9 @@ class Shampoo(_Preset):
         optimizer = natgrad.Shampoo(model, lr=1e-3)
 
     It is `SPNGD` with other options, ``Shampoo.defaults``, and takes the same
-    arguments: ``preconditioning_compute_steps=k`` is ``refresh=Every(1, k)``, and
-    ``matrix_eps`` is ``damping``. Without groups it takes `natgrad.groups` of the
-    model.
+    arguments, and two public ones: ``preconditioning_compute_steps=k`` is
+    ``refresh=Every(1, k)``, and ``matrix_eps`` is ``damping``. Without groups it takes
+    `natgrad.groups` of the model.
     """
 
     defaults: ClassVar[Options] = Options(
@@ -137,6 +266,44 @@ class Shampoo(_Preset):
         strategy="spngd",
     )
     """The options that hold unless others are given."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Iterable[dict[str, Any]] | None = None,
+        *,
+        preconditioning_compute_steps: int | NotGiven = NOT_GIVEN,
+        matrix_eps: float | NotGiven = NOT_GIVEN,
+        lr: float | NotGiven = NOT_GIVEN,
+        momentum: float | NotGiven = NOT_GIVEN,
+        weight_decay: float | NotGiven = NOT_GIVEN,
+        rule: Rule | NotGiven = NOT_GIVEN,
+        damping: o.Damping | NotGiven = NOT_GIVEN,
+        refresh: Refresh | NotGiven = NOT_GIVEN,
+        loss: o.Loss | NotGiven = NOT_GIVEN,
+        strategy: str | Strategy | NotGiven = NOT_GIVEN,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        options: Options | NotGiven = NOT_GIVEN,
+    ) -> None:
+        chosen = _start(self, options)
+        name, every = "preconditioning_compute_steps", preconditioning_compute_steps
+        refresh = _interval(refresh, name, every)
+        if not isinstance(matrix_eps, NotGiven):
+            damping = _either("damping", damping, "matrix_eps", matrix_eps)
+        super().__init__(
+            model,
+            groups,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            rule=rule,
+            damping=damping,
+            refresh=refresh,
+            loss=loss,
+            strategy=strategy,
+            grad_scaler=grad_scaler,
+            options=chosen,
+        )
 
 
 NAMES: dict[str, type[SPNGD]] = {

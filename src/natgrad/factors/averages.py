@@ -199,9 +199,13 @@ class Averages:
             )
             for s in mine
         }
+        # The split of the damping needs the trace of the other side too, whose owner
+        # may be another worker: both are the squared norm of the gradient.
+        theirs = [s for s in due if not self.owns(s) and s.spec.block in gradients]
         traces = [trace(x) for x in found.values()]
+        traces += [gradients[s.spec.block].square().sum() for s in theirs]
         known: list[float] = torch.stack(traces).tolist() if traces else []
-        for s, total in zip(mine, known, strict=True):
+        for s, total in zip([*mine, *theirs], known, strict=True):
             mean = total / s.spec.eigenvalues
             old, new = self._weights(s)
             s.mean_eigenvalue = old * s.mean_eigenvalue + new * mean

@@ -1,6 +1,7 @@
 """Optimizers by name, the usual groups, and rules by name for `KFAC`."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,6 +161,97 @@ def test_a_rule_for_what_is_not_in_the_model_is_refused() -> None:
 def test_rates_that_only_a_natural_gradient_can_find_are_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"Invalid 'auto' for \w+.*use SPNGD"):
         kind(nn.Linear(3, 2), lr="auto")
+
+
+# -- the public implementations' arguments ---------------------------------------------
+
+
+def trained(kind: Any, **arguments: Any) -> list[Tensor]:
+    model = net()
+    with kind(model, **arguments) as optimizer:
+        for step in range(4):
+            backward(model, step)
+            optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+SOAP: Any = natgrad.SOAP.defaults.rule
+ONE = (3.0, -3.2, 1.2)
+TRANSLATED: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (
+        natgrad.Muon,
+        {"ns_steps": 3, "ns_coefficients": ONE},
+        {"rule": Orthogonal(sides="none", iteration=(ONE,) * 3)},
+    ),
+    (
+        natgrad.Muon,
+        {"nesterov": False, "adjust_lr_fn": "original"},
+        {
+            "options": replace(
+                natgrad.Muon.defaults,
+                average=natgrad.AverageGradients(),
+                length=natgrad.MuonLength(normalise=False),
+            )
+        },
+    ),
+    (
+        natgrad.SOAP,
+        {"betas": (0.8, 0.7), "precondition_frequency": 2, "eps": 1e-3},
+        {
+            "momentum": 0.8,
+            "rule": replace(SOAP, beta2=0.7),
+            "refresh": natgrad.Every(1, 2),
+            "damping": 1e-3,
+        },
+    ),
+    (
+        natgrad.SOAP,
+        {"shampoo_beta": 0.5, "precondition_frequency": 1},
+        {
+            "refresh": natgrad.Every(1, 1),
+            "options": replace(natgrad.SOAP.defaults, factor_decay=0.5),
+        },
+    ),
+    (
+        natgrad.Shampoo,
+        {"preconditioning_compute_steps": 2, "matrix_eps": 1e-2},
+        {"refresh": natgrad.Every(1, 2), "damping": 1e-2},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "theirs", "ours"), TRANSLATED)
+def test_public_arguments_are_taken(
+    kind: Any, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    found = trained(kind, **theirs)
+    for p, q in zip(found, trained(kind, **ours), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+    usual = zip(found, trained(kind), strict=True)
+    assert any(not torch.equal(p, q) for p, q in usual)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (
+            natgrad.SOAP,
+            {"betas": (0.9, 0.9), "momentum": 0.8},
+            "momentum=0.8 with beta",
+        ),
+        (natgrad.SOAP, {"eps": 1e-8, "damping": 1e-3}, r"damping=0\.001 with eps"),
+        (natgrad.Muon, {"ns_steps": 0}, "ns_steps=0"),
+        (natgrad.Muon, {"ns_steps": 3, "rule": Plain()}, "with ns_coefficients or ns_"),
+        (
+            natgrad.Shampoo,
+            {"preconditioning_compute_steps": 2, "refresh": natgrad.Every()},
+            "with preconditioning_compute_steps",
+        ),
+    ],
+)
+def test_one_thing_is_said_once(kind: Any, arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(net(), **arguments)
 
 
 @pytest.mark.parametrize("name", ["polar", "SPNGD", "muon", "SOAP", "shampoo"])

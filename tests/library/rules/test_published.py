@@ -165,6 +165,47 @@ def test_muon_is_torchs(
 
 
 @peer
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(
+    ("adjusted", "length"),
+    [
+        (False, MuonLength(normalise=False)),
+        (True, MuonLength(adjust="match_rms_adamw", normalise=False)),
+    ],
+)
+def test_muon_is_pytorch_optimizers(
+    adjusted: bool, length: MuonLength, nesterov: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It has the published rule but for the bfloat16 of its iteration, as torch's; its
+    # weight decay is the decoupled one, without the factor of the length.
+    in_float64(monkeypatch)
+    from pytorch_optimizer import Muon
+
+    model = net(6, 8, 5, 3)
+    group = {"params": list(model.parameters()), "use_muon": True}
+    muon: Any = Muon(
+        [group],
+        lr=0.02,
+        momentum=0.9,
+        weight_decay=0.1,
+        nesterov=nesterov,
+        use_adjusted_lr=adjusted,
+        foreach=False,
+    )
+    found = ours(
+        net(6, 8, 5, 3),
+        rule=MUON,
+        length=length,
+        average=AverageGradients(nesterov=nesterov),
+        decay=Decoupled(),
+        lr=0.02,
+        momentum=0.9,
+        weight_decay=0.1,
+    )
+    same(found, trained(model, muon.step))
+
+
+@peer
 @pytest.mark.parametrize(
     ("scale", "length"),
     [

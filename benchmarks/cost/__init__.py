@@ -1,0 +1,1 @@
+"""Step cost and state of every rule beside its public implementation."""
