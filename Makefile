@@ -9,6 +9,9 @@ STAMP := $(VENV)/.installed
 .PHONY: help venv demo quick quick-tests test-library test-lab test-processes test test-all durations \
 	check lint types docs dist bench mutations soak format clean
 
+# Tests start hundreds of processes: each would compile every file again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # All cores; tests that share a fixture stay on one of them, the longest go first.
 WORKERS ?= auto
 PARALLEL := -q --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder

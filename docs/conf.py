@@ -1,7 +1,7 @@
 """Sphinx settings: ``make docs`` builds the pages into ``docs/_build`` offline."""
 
+import re
 import sys
-from importlib.metadata import version as installed
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -11,7 +11,9 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "lab" / "src"), str(OWN)]
 project = "natgrad"
 author = "natgrad contributors"
 project_copyright = author
-version = release = installed("natgrad")
+_source = (ROOT / "src" / "natgrad" / "__init__.py").read_text()
+(release,) = re.findall(r'^__version__ = "(.+)"$', _source, re.M)
+version = release
 
 extensions = [
     "myst_parser",
@@ -22,6 +24,9 @@ extensions = [
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"natgrad {release}"
+
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]  # long names in cells break, so that tables fit
 
 html_math_renderer = "mathml"
 

@@ -138,7 +138,7 @@ def normalised(pixels: Tensor) -> Tensor:
 
 
 def batches(data: Data, size: int, seed: int) -> Iterator[Data]:
-    """Epochs of augmented batches, for ever; what does not fill a batch is left out."""
+    """Epochs of augmented batches, forever; what does not fill a batch is left out."""
     generator = torch.Generator().manual_seed(seed)
     pixels, labels = data
     flipped = torch.rand(len(pixels), generator=generator) < 0.5

@@ -14,6 +14,8 @@ PAGE = Path(__file__).parents[1] / "reference" / "options.md"
 CLASSES = (natgrad.KFAC, natgrad.SPNGD, natgrad.Polar)
 HEAD = """# Options
 
+After this page you know every option, its default in each class and what it means.
+
 Written by `python docs/extensions/options_table.py` from the text of `natgrad.Options`.
 Constructors take some of these as arguments of their own; all of them are fields of
 `options`, as in `options=dataclasses.replace(natgrad.KFAC.defaults, fisher="sampled")`.

@@ -1,5 +1,6 @@
 """Small models of transformers, as they come: each optimizer trains each of them."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,12 @@ from torch import Tensor, nn
 
 from natgrad import KFAC, SPNGD, Every, Polar
 
-transformers = pytest.importorskip("transformers")
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    """Imported when a test runs, not when tests are collected: it takes seconds."""
+    pytest.importorskip("transformers")
+
 
 WORDS, LENGTH, BATCH = 20, 5, 2
 SIZES = {"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1}
@@ -62,8 +68,12 @@ def pairs() -> dict[str, Tensor]:
 
 
 def of(name: str, kind: str, **options: Any) -> Callable[[], nn.Module]:
-    config = getattr(transformers, f"{name}Config")
-    return lambda: getattr(transformers, f"{name}{kind}")(config(**options))
+    def build() -> nn.Module:
+        library: Any = importlib.import_module("transformers")
+        config = getattr(library, f"{name}Config")(**options)
+        return getattr(library, f"{name}{kind}")(config)
+
+    return build
 
 
 CASES = {

@@ -40,3 +40,14 @@ def test_every_python_that_is_claimed_is_tested() -> None:
     (tested,) = re.findall(r"python: \[(.+)\]", WORKFLOWS[0].read_text())
     assert re.findall(r"3\.\d+", tested) == claimed
     assert PROJECT["requires-python"] == f">={claimed[0]}"
+
+
+def test_the_changelog_has_a_dated_section_for_the_version() -> None:
+    """The version is written once, in the library; the lab and the docs read it."""
+    source = (ROOT / "src/natgrad/__init__.py").read_text()
+    (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.M)
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)$", changes, re.M)
+    for name in ("pyproject.toml", "lab/pyproject.toml"):
+        project = tomllib.loads((ROOT / name).read_text())["project"]
+        assert "version" in project["dynamic"]

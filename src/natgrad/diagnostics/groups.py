@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from natgrad.layers import Block
 from natgrad.plan import Plan
@@ -123,6 +122,9 @@ def _flops(
     shape: tuple[int, int, int],
     sides: tuple[tuple[str, bool, tuple[tuple[int, ...], ...]], ...],
 ) -> int | None:
+    # Not with the library: few ask for this, and all would wait for it.
+    from torch.utils.flop_counter import FlopCounterMode
+
     def empty(*size: int) -> Tensor:
         return torch.empty(size, device="meta")
 

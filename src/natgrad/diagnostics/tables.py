@@ -1,5 +1,6 @@
 """Plain-text tables of what is registered and what was refreshed."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +10,21 @@ from natgrad.diagnostics.groups import group_rows, labelled
 from natgrad.factors.pace import described, rates, refresh_seconds
 from natgrad.layers import Block
 from natgrad.rules.fallbacks import Adam
+from natgrad.rules.rule import Rule
 
 if TYPE_CHECKING:
-    from natgrad.engine.engine import Engine
+    from natgrad.factors.statistics import Statistics
 
 HEADER = ("parameter", "block", "statistics", "bytes", "note")
 UNSEEN = "used without statistics: no forward and backward of it as a layer was seen"
 
 
-def registration_table(engine: "Engine") -> str:
+Group = Mapping[str, Any]
+
+
+def registration_table(
+    model: nn.Module, statistics: "Statistics", fallback: Rule, groups: Sequence[Group]
+) -> str:
     """Every parameter: its block kind, factor sizes and bytes, or why it has none.
 
     And every parameter group: rule, matrices, factors, owners and cost.
@@ -25,83 +32,84 @@ def registration_table(engine: "Engine") -> str:
     It tells of the model as it is now: of layers that were added, replaced, frozen or
     never called as layers since.
     """
-    block_of = {id(p): b for b in engine.blocks for p in b.parameters}
-    named = list(engine.model.named_parameters())
-    rows = [_row(engine, name, p, block_of.get(id(p))) for name, p in named]
-    lines = [_table([HEADER, *rows]), *_summary(engine, named), "", _groups(engine)]
-    return "\n".join(lines)
+    block_of = {id(p): b for b in statistics.block.values() for p in b.parameters}
+    named = list(model.named_parameters())
+    rows = [_row(statistics, name, p, block_of.get(id(p))) for name, p in named]
+    summary = _summary(statistics, fallback, named)
+    by_group = _groups(statistics, groups)
+    return "\n".join([_table([HEADER, *rows]), *summary, "", by_group])
 
 
-def _groups(engine: "Engine") -> str:
+def _groups(statistics: "Statistics", groups: Sequence[Group]) -> str:
     """Of each parameter group: matrices, rule, factors, owners and cost."""
-    host = engine.optimizer
-    blocks = labelled(engine.blocks, host.param_groups if host is not None else ())
-    cost, itemsize = engine.statistics.cost, engine.like.element_size()
-    return _table(group_rows(blocks, engine.plan, cost, itemsize))
+    blocks = labelled(statistics.block.values(), groups)
+    itemsize = statistics.like.element_size()
+    return _table(group_rows(blocks, statistics.plan, statistics.cost, itemsize))
 
 
-def _summary(engine: "Engine", named: list[tuple[str, nn.Parameter]]) -> list[str]:
+def _summary(
+    statistics: "Statistics", fallback: Rule, named: list[tuple[str, nn.Parameter]]
+) -> list[str]:
     """How many parameters are preconditioned, and what becomes of the others."""
     here = {id(p) for _, p in named if p.requires_grad}
-    current = [b for b in engine.blocks if any(id(p) in here for p in b.parameters)]
-    works = [b for b in current if b.kind is not None and not _is_unseen(engine, b)]
+    blocks = statistics.block.values()
+    current = [b for b in blocks if any(id(p) in here for p in b.parameters)]
+    works = [b for b in current if b.kind is not None and not _is_unseen(statistics, b)]
     rest = [b for b in current if b.kind is None and not b.is_foreign]
     total = sum(p.numel() for _, p in named if p.requires_grad)
     frozen = sum(p.numel() for _, p in named) - total
     covered, others = _elements(works, here), _elements(rest, here)
-    packed = sum(s.spec.packed for s in engine.statistics.states.values())
+    packed = sum(s.spec.packed for s in statistics.states.values())
+    kept = _bytes(packed * statistics.like.element_size())
     lines = [
         f"{len(works)} blocks, {covered:,} of {total:,} trained parameters "
-        f"preconditioned, {_bytes(packed * engine.like.element_size())} of statistics."
+        f"preconditioned, {kept} of statistics."
     ]
     if others:
-        lines.append(f"{others:,} parameters without a block {_fallback(engine)}.")
+        lines.append(f"{others:,} parameters without a block {_fallback(fallback)}.")
     if frozen:
         lines.append(f"{frozen:,} parameters are frozen.")
-    gone = [b.name for b in engine.blocks if b.kind is not None and b not in current]
+    gone = [b.name for b in blocks if b.kind is not None and b not in current]
     if gone:
         lines.append(f"Frozen since, or not in the model any more: {', '.join(gone)}.")
     if packed:
-        lines.append(_expected(engine))
-    account = engine.statistics.account
+        lines.append(_expected(statistics))
+    account = statistics.account
     return lines if account is None else [*lines, account.summary()["says"]]
 
 
-def _fallback(engine: "Engine") -> str:
+def _fallback(rule: Rule) -> str:
     """What becomes of parameters without a block."""
-    rule = engine.options.fallback
     if isinstance(rule, Adam):
         return f"follow Adam's rule, at {rule.rate:g} of the learning rate"
     return "keep their plain gradient"
 
 
-def _is_unseen(engine: "Engine", block: Block) -> bool:
+def _is_unseen(statistics: "Statistics", block: Block) -> bool:
     """Whether steps have gone by, but none that estimated the block's statistics."""
-    states = engine.statistics.states
-    specs = block.spec.statistics
-    return engine.step > 0 and not any(states[s.name].timing.refreshed for s in specs)
+    states = [statistics.states[s.name] for s in block.spec.statistics]
+    return statistics.step > 0 and not any(s.timing.refreshed for s in states)
 
 
 def _elements(blocks: list[Block], among: set[int]) -> int:
     return sum(p.numel() for b in blocks for p in b.parameters if id(p) in among)
 
 
-def _expected(engine: "Engine") -> str:
+def _expected(statistics: "Statistics") -> str:
     """What a refresh of everything will take, and what takes longest of it."""
-    statistics, plan = engine.statistics, engine.plan
+    plan = statistics.plan
     seconds = refresh_seconds(plan.statistics, plan.owners, statistics.cost)
     slowest = max(plan.statistics, key=statistics.cost.invert)
     return (
         f"Inverting all of them is expected to take {seconds:.2g} s, "
         f"{statistics.cost.invert(slowest):.2g} s of it for {slowest.name} "
-        f"(built-in rates {rates(engine.like.device)})."
+        f"(built-in rates {rates(statistics.like.device)})."
     )
 
 
-def refresh_summary(engine: "Engine") -> dict[str, Any]:
+def refresh_summary(statistics: "Statistics") -> dict[str, Any]:
     """Counts by statistic, the share of bytes refreshed, and what a budget says."""
-    account = engine.statistics.account
-    states = engine.statistics.states.values()
+    account, states = statistics.account, statistics.states.values()
     done = sum(s.spec.packed * s.timing.refreshed for s in states)
     every = sum(s.spec.packed * (s.timing.refreshed + s.timing.skipped) for s in states)
     return {
@@ -116,12 +124,12 @@ def refresh_summary(engine: "Engine") -> dict[str, Any]:
         },
         "reduction_rate": done / every if every else 0.0,
         **({} if account is None else {"budget": account.summary()}),
-        "last": asdict(engine.statistics.last),
+        "last": asdict(statistics.last),
     }
 
 
 def _row(
-    engine: "Engine", name: str, p: nn.Parameter, block: Block | None
+    statistics: "Statistics", name: str, p: nn.Parameter, block: Block | None
 ) -> tuple[str, ...]:
     if not p.requires_grad:
         return name, "-", "", "", "frozen"
@@ -131,9 +139,9 @@ def _row(
         return name, "-", "", "", block.reason
     specs = block.spec.statistics
     sizes = ", ".join(f"{s.kind} {described(s)}" for s in specs)
-    size = sum(s.packed for s in specs) * engine.like.element_size()
+    size = sum(s.packed for s in specs) * statistics.like.element_size()
     cut = [f"{s.kind} kept as {s.parts} diagonal blocks" for s in specs if s.parts > 1]
-    known = UNSEEN if _is_unseen(engine, block) else block.note
+    known = UNSEEN if _is_unseen(statistics, block) else block.note
     note = "; ".join((*cut, known) if known else cut)
     first = p is block.parameters[0]
     return name, block.kind.name, sizes, _bytes(size) if first else "", note

@@ -25,7 +25,10 @@ class Inspectable:
 
     def report(self) -> str:
         """A table of every parameter: its block, or why it is left out."""
-        return registration_table(self.engine)
+        engine = self.engine
+        groups = [] if engine.optimizer is None else engine.optimizer.param_groups
+        fallback = engine.options.fallback
+        return registration_table(engine.model, engine.statistics, fallback, groups)
 
     def __str__(self) -> str:
         return self.report()
@@ -62,7 +65,7 @@ class Inspectable:
         names what the last step estimated and inverted. Under `Budget`, ``budget`` has
         what was spent and given up.
         """
-        return refresh_summary(self.engine)
+        return refresh_summary(self.engine.statistics)
 
     def traffic(self) -> dict[str, Any]:
         """Bytes and calls by exchange, in the last step and in total."""
@@ -84,6 +87,11 @@ class Inspectable:
                 `natgrad.sinks.JsonlSink` or `natgrad.sinks.TensorBoardSink`.
         """
         require_count("every", every)
+        if self.engine.sharded:
+            raise RuntimeError(
+                "watch needs the whole weight on some rank. Must be for a model that "
+                "is not sharded; report(), health() and traffic() work."
+            )
         self.engine.probe = Probe(self.engine, every, self._rate, sink)
 
     def _rate(self) -> float:
@@ -118,9 +126,10 @@ class Inspectable:
 
         Counts by statistic are only of those that have one. ``grown`` has the layers
         whose weights run away: more than 100 times the norm that they began with, and
-        how many times. This reads from the device. With something ``"auto"`` there are
-        also ``damping``, the last ``ratio`` of true to predicted reduction, and the
-        ``lr`` and ``momentum`` found last; NaN is what was not found yet.
+        how many times; of a sharded model, those that the last look found, which is
+        taken every 100 steps. This reads from the device. With something ``"auto"``
+        there are also ``damping``, the last ``ratio`` of true to predicted reduction,
+        and the ``lr`` and ``momentum`` found last; NaN is what was not found yet.
         """
         engine, states = self.engine, self.engine.statistics.states.values()
         return {
@@ -129,7 +138,9 @@ class Inspectable:
                 s.spec.name: s.quarantined for s in states if s.quarantined
             },
             "failures": {s.spec.name: s.failures for s in states if s.failures},
-            "grown": engine.references.grown(engine.blocks, engine.like),
+            "grown": engine.references.grown(engine.blocks, engine.like)
+            if not engine.sharded
+            else dict(engine.references.last_grown),
             **({} if engine.tuner is None else engine.tuner.health()),
         }
 

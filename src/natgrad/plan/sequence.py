@@ -2,7 +2,7 @@
 
 Note [One order]
     Ranks whose collectives, of whatever groups, start in different orders can wait for
-    each other for ever (NCCL). So the plan has them in one list. Reductions come in the
+    each other forever (NCCL). So the plan has them in one list. Reductions come in the
     order in which a forward and a backward make their items; a bucket leaves when this
     rank has all of its items and everything before it has left. What a rank does not
     make (a layer that it skips), or makes in another order (branches), only holds its
@@ -82,7 +82,8 @@ def reductions(
         _leg(sums, [(s.name, ("backward", s.block)) for s in rest]),
     ]
     legs = [leg for leg in legs if leg.names]
-    if plan.exchanges["reduce_gradients"].items:
+    gradients = plan.exchanges["reduce_gradients"]
+    if gradients.items and not gradients.swaps:  # pieces move in the step, by pairs
         blocks = [b.name for b in reversed(plan.blocks)]
         made = [(name, ("backward", name)) for name in blocks]
         legs.append(_leg("reduce_gradients", made))

@@ -111,7 +111,7 @@ def choose_strategy(
         profile: The machine.
         statistics, inverses: Steps between estimates, and between inversions.
         inverse: "eigen" or "factored".
-        scale: The rule that preconditions, as in `natgrad.options.Curvature`.
+        scale: The name of the rule that preconditions.
         half: Exchanges in half precision.
         gradients: "own", or "ddp" if all ranks have the mean already.
         compute: Seconds of a forward and a backward pass on one rank.
