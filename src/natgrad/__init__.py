@@ -24,7 +24,7 @@ from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.ekfac import EKFAC
 from natgrad.rules.fallbacks import Adam, Plain
 from natgrad.rules.kronecker import Kronecker
-from natgrad.rules.lengths import Free, KLClip, LayerTrust, Length, MuonLength
+from natgrad.rules.lengths import Free, KLClip, LayerTrust, Length
 from natgrad.rules.motion import (
     Average,
     AverageGradients,
@@ -35,6 +35,7 @@ from natgrad.rules.motion import (
     FixedNorm,
     Rescaled,
 )
+from natgrad.rules.muon_length import MuonLength
 from natgrad.rules.orthogonal import Orthogonal
 from natgrad.rules.rule import Matrices, Rule
 from natgrad.spngd import SPNGD

@@ -110,7 +110,8 @@ class KFAC(Inspectable):
         )
         self._handles: list[Any] = []
         if current is not None:
-            self.engine.tuner = Tuner(self.engine, asked, current)
+            with self.engine.closing_on_error():
+                self.engine.tuner = Tuner(self.engine, asked, current)
         if optimizer is not None:
             # also inside a compiled optimizer.step
             handle = optimizer.register_step_pre_hook(as_written(self._before_step))
@@ -174,6 +175,10 @@ class KFAC(Inspectable):
             p.grad = None
         return False
 
+    def local_gradients(self, block: Block) -> list[Tensor] | None:
+        """What this rank has of them, as they are."""
+        return block.local_gradients()
+
     def directions(self, gradients: dict[str, Tensor]) -> Directions:
         """The gradients themselves, without the scale of a `GradScaler`."""
         unit = self._gradient_scale()
@@ -189,16 +194,25 @@ class KFAC(Inspectable):
 
     def write(self, found: Updates) -> None:
         """Put updates into ``.grad``, in its unit."""
-        shared = self.engine.share(found.updates, found.present)
         unit = self._gradient_scale()
+        if self.engine.shards is not None:
+            clipped = self.engine.clipped(found)
+            for name, x in self.engine.shards.spread(clipped, found.present).items():
+                self.engine.block[name].put_gradients(x, unit)
+            return self._hold_back(found)
+        shared = self.engine.share(found.updates, found.present)
         for name, update in (found.updates | shared).items():
             block = self.engine.block[name]
             if block.kind is not None:
                 block.write_gradient(update, _product(found.clips.get(name), unit))
             elif self.engine.own_gradients or _changes(block):
                 block.write_gradient(update, unit)
+        self._hold_back(found)
+
+    def _hold_back(self, found: Updates) -> None:
+        """The optimizer leaves alone what has no update yet."""
         for p in (p for n in found.waiting for p in self.engine.block[n].parameters):
-            p.grad = None  # the optimizer leaves it as it is
+            p.grad = None
 
     def _gradient_scale(self) -> Tensor | None:
         """What gradients are still multiplied by: fused optimizers divide it out.

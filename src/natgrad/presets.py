@@ -18,8 +18,9 @@ from natgrad.requiring import require_count
 from natgrad.rules.eigen_adam import EigenAdam
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.kronecker import Kronecker
-from natgrad.rules.lengths import Adjust, Free, MuonLength
+from natgrad.rules.lengths import Free
 from natgrad.rules.motion import AverageGradients, Decoupled
+from natgrad.rules.muon_length import Adjust, MuonLength
 from natgrad.rules.orthogonal import Orthogonal
 from natgrad.rules.rule import Rule
 from natgrad.spngd import SPNGD

@@ -13,6 +13,7 @@ from natgrad.capture.unwrap import unwrap
 from natgrad.checkpoint.momentum import (
     averages_of,
     gather_momentum,
+    keep_whole,
     require_momentum,
     restore_velocity,
     worked_on,
@@ -27,6 +28,7 @@ from natgrad.layers import Block
 from natgrad.layers.block import require_known
 from natgrad.layers.registration import require_inside
 from natgrad.math import foreach
+from natgrad.math.shards import local
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts
 from natgrad.plan import Strategy
 from natgrad.quadratic.rates import Rates, before_first, require_no_rates
@@ -186,9 +188,10 @@ class SPNGD(Inspectable, Optimizer):
             with torch.enable_grad():
                 value = closure()
         if self.engine.only_initialises(self.param_groups):
-            mine = {id(p) for p in worked_on(self.engine, mine=True)}
+            keep_whole(self.state, self.engine)
+            kept = {id(p) for p in worked_on(self.engine, mine=True)}
             for p, average in averages_of(self.engine):
-                if id(p) in mine:
+                if id(p) in kept:
                     average.velocity(self.state, p)
             return value
         self.engine.run(self)
@@ -213,7 +216,9 @@ class SPNGD(Inspectable, Optimizer):
         parts, averages = self.engine.parts, dict[int, Tensor]()
         left, noise = dict[int, float](), dict[str, float]()
         averaged = {n: g for n, g in gradients.items() if parts[n].average.keeps_mass}
-        for group, average, params, grads in self._by_group(averaged):
+        if self.engine.sharded:
+            keep_whole(self.state, self.engine)
+        for group, average, params, grads in self._by_group(self._unfolded(averaged)):
             m = float(group["momentum"])
             found = average.directions(self.state, params, grads, m)
             averages |= {id(p): x for p, x in zip(params, found, strict=True)}
@@ -236,19 +241,25 @@ class SPNGD(Inspectable, Optimizer):
 
     def write(self, found: Updates) -> None:
         """Move the weights that this rank works on, and get the others."""
-        engine, clips = self.engine, found.clips
-        updates = {
-            n: u * clips[n] if n in clips else u for n, u in found.updates.items()
-        }
+        engine, updates = self.engine, self.engine.clipped(found)
         if engine.tuner is not None:
             return self._write_tuned(updates, found.present)
+        if engine.shards is not None:
+            pieces = engine.shards.spread(updates, found.present)
+            with engine.meter("update"):
+                self._move(pieces)
+            return self._forget_gathered()
         mine = [engine.block[name] for name in updates]
-        before = self._before(mine)
+        before = engine.weights_before(mine)
         with engine.meter("update"):
-            self._update(mine, updates)
-        self._share_weights(mine, updates, found.present, before)
-        # what a gather brought grows stale where this rank does not work
-        for p in worked_on(engine, mine=False) if engine.comm.world > 1 else ():
+            self._move(self._unfolded(updates))
+        engine.share_weights(mine, updates, found.present, before)
+        self._forget_gathered()
+
+    def _forget_gathered(self) -> None:
+        """What a gather brought grows stale where this rank does not work."""
+        many = self.engine.comm.world > 1
+        for p in worked_on(self.engine, mine=False) if many else ():
             self.state.pop(p, None)
 
     def _write_tuned(self, updates: dict[str, Tensor], present: frozenset[str]) -> None:
@@ -259,27 +270,54 @@ class SPNGD(Inspectable, Optimizer):
             if block.is_foreign and engine.own_gradients:
                 block.write_gradient(updates[block.name])
         with engine.meter("quadratic"):
-            self._rates.find(self._by_group(updates))
+            self._rates.find(self._by_group(self._unfolded(updates)))
         with engine.meter("update"):
-            self._update([engine.block[name] for name in updates], updates)
+            self._move(self._unfolded(updates))
         with engine.meter("quadratic"):
             self._rates.judge()
 
     def _decayed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gradients with the weight decay of their group, unless it is decoupled."""
-        group_of, parts = self._group_of(), self.engine.parts
-        for name, g in gradients.items():
+        for name, g in gradients.items() if self.engine.shards is None else ():
             block = self.engine.block[name]
-            if block.is_foreign or not parts[name].decay.coupled:
-                continue
-            decays = [group_of[id(p)]["weight_decay"] for p in block.parameters]
+            decays = self._coupled_decays(block)
             if any(decays):
                 pairs = zip(decays, block.parameters, strict=True)
                 gradients[name] = g + block.fold([d * p for d, p in pairs])
         return gradients
 
-    def _update(self, blocks: list[Block], updates: dict[str, Tensor]) -> None:
-        """eq. 23 and 24 for the blocks that this rank works on, a group at a time."""
+    def _coupled_decays(self, block: Block) -> list[float]:
+        """Of a block's parameters; none if they are not ours, or it is decoupled."""
+        if block.is_foreign or not self.engine.parts[block.name].decay.coupled:
+            return []
+        group_of = self._group_of()
+        return [group_of[id(p)]["weight_decay"] for p in block.parameters]
+
+    def local_gradients(self, block: Block) -> list[Tensor] | None:
+        """What this rank has of them, with coupled weight decay: of weights it has
+        no more.
+        """
+        found, decays = block.local_gradients(), self._coupled_decays(block)
+        if found is None or not any(decays):
+            return found
+        if any(spec.is_local for spec in block.spec.statistics):
+            raise ValueError(
+                f"Invalid weight_decay={max(decays)} of {block.name}, sharded, whose "
+                "rule has factors from gradients. Must be 0, or with decay=Decoupled()."
+            )
+        both = zip(found, decays, block.parameters, strict=True)
+        return [g + d * local(p) for g, d, p in both]
+
+    def _unfolded(self, stacks: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Stacks ``(s, m, n)`` by block as tensors by parameter."""
+        return {name: self.engine.block[name].unfold(x) for name, x in stacks.items()}
+
+    def _move(self, updates: dict[str, list[Tensor]]) -> None:
+        """eq. 23 and 24 for the blocks that this rank works on, a group at a time.
+
+        Of a sharded model, for what this rank has of each block.
+        """
+        blocks = [self.engine.block[name] for name in updates]
         parts, by_decay = self.engine.parts, dict[Decay, list[Block]]()
         for block in blocks:
             if not block.is_foreign:
@@ -300,70 +338,29 @@ class SPNGD(Inspectable, Optimizer):
         for group in self.param_groups:
             decayed = [p for p in group["params"] if id(p) in chosen]
             if group["weight_decay"] and decayed:
-                foreach.scale_(decayed, 1 - group["lr"] * group["weight_decay"])
+                mine = [local(p) for p in decayed]
+                foreach.scale_(mine, 1 - group["lr"] * group["weight_decay"])
 
     def _by_group(
-        self, stacks: dict[str, Tensor]
+        self, tensors: dict[str, list[Tensor]]
     ) -> Iterator[tuple[dict[str, Any], Average, list[Tensor], list[Tensor]]]:
-        """Our parameters of the named blocks and tensors like them, by group."""
+        """Our parameters of the named blocks, and tensors for them, by group."""
         group_of = self._group_of()
         by_group: dict[int, list[tuple[Tensor, Tensor]]] = {}
         averages: dict[int, Average] = {}
-        for name, stack in stacks.items():
+        for name, its in tensors.items():
             block = self.engine.block[name]
             if block.is_foreign:
                 continue
-            for p, x in zip(block.parameters, block.unfold(stack), strict=True):
+            for p, x in zip(block.parameters, its, strict=True):
                 number = id(group_of[id(p)])
                 by_group.setdefault(number, []).append((p, x))
                 averages[number] = self.engine.parts[name].average
         for group in self.param_groups:
             pairs = by_group.get(id(group), [])
             if pairs:
-                params, tensors = [p for p, _ in pairs], [x for _, x in pairs]
-                yield group, averages[id(group)], params, tensors
-
-    def _before(self, mine: list[Block]) -> dict[int, Tensor] | None:
-        """The weights that this rank will change, if only changes are to be shared."""
-        comm, dtype = self.engine.comm, self.engine.like.dtype
-        wire = comm.options.wire_dtype
-        if comm.world == 1 or wire("share_updates", dtype) == dtype:
-            return None
-        ours = [b for b in mine if not b.is_foreign]
-        return {id(p): p.clone() for b in ours for p in b.parameters}
-
-    def _share_weights(
-        self,
-        mine: list[Block],
-        updates: dict[str, Tensor],
-        present: frozenset[str],
-        before: dict[int, Tensor] | None,
-    ) -> None:
-        """Stage 5: every rank gets the weights that another rank has updated.
-
-        In half precision their changes instead, which all ranks add, rounded equally: a
-        rounded weight would swallow the changes that are smaller than its last bit.
-        Of parameters that another optimizer has, the mean gradient.
-        """
-        engine = self.engine
-        if engine.comm.world == 1:
-            return
-        shared = dict(updates)
-        for b in mine:
-            if not b.is_foreign:
-                shared[b.name] = b.fold(list(b.parameters))
-            if not b.is_foreign and before is not None:
-                old = b.fold([before[id(p)] for p in b.parameters])
-                shared[b.name] = shared[b.name] - old
-        foreign = {n: u for n, u in updates.items() if engine.block[n].is_foreign}
-        for name, stack in (foreign | engine.share(shared, present)).items():
-            block = engine.block[name]
-            if block.is_foreign:
-                if engine.own_gradients:
-                    block.write_gradient(stack)
-                continue
-            for p, x in zip(block.parameters, block.unfold(stack), strict=True):
-                p.copy_(x if before is None else before.get(id(p), p) + x)
+                params, found = [p for p, _ in pairs], [x for _, x in pairs]
+                yield group, averages[id(group)], params, found
 
     def gather(self) -> None:
         """Collective: put all statistics and momentum on every rank.

@@ -12,8 +12,6 @@ from tests.support.construct import construct
 from tests.support.toys import backward, batch, mlp, parameters, train
 from tests.support.world import run_world
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -190,19 +188,6 @@ def test_a_model_wrapped_before_or_after(late: bool, micro: int) -> None:
         assert moved["reduce_statistics"]["sent"] > 0
         # DDP has moved the gradients already
         assert moved.get("reduce_gradients", {}).get("sent", 0) == 0
-
-
-def sharded(_: int) -> None:
-    model = mlp()
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with pytest.raises(TypeError, match=r"0\.weight is a DTensor.*FSDP"):
-        natgrad.KFAC(model, optimizer)
-
-
-@pytest.mark.processes
-def test_a_sharded_model_is_refused() -> None:
-    run_world(1, sharded)
 
 
 # -- layers that freeze and thaw ----------------------------------------------------

@@ -17,10 +17,11 @@ examples; the terms of others add up. A user who knows better says so: `set_loss
 """
 
 import math
+import random
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from natgrad.layers import Block, Observed
 from natgrad.math.packing import flatten, trace
 
 Rows = slice | EllipsisType
+Leaf = Callable[[], Tensor]
 Use = Literal["learned", "asked"]
 """A backward whose gradients are kept, or one that asks for them by name."""
 POSITION_KINDS = (INPUTS,)
@@ -228,11 +230,13 @@ class Call:
     """One forward of one layer that waits for its backward.
 
     ``rows`` are the examples looked at, ``scale`` how many each stands for, ``sent``
-    the statistic of its inputs if that has left.
+    the statistic of its inputs if that has left. ``leaf`` finds the tensor that the
+    weight's gradient goes to.
     """
 
     block: Block
     module: nn.Module
+    leaf: Leaf
     want: tuple[str, ...]
     forward: Forward
     token: Token
@@ -357,3 +361,13 @@ def _features(block: Block) -> int:
 
 def _listed(sizes: Any) -> str:
     return ", ".join(str(n) for n in sizes) or "unknown"
+
+
+def every_kth(examples: int, stride: int, seed: str) -> tuple[Rows, float]:
+    """Every k-th example from a random start, and how many each of them stands for."""
+    stride = min(stride, examples)
+    if stride <= 1:
+        return ..., 1.0
+    start = random.Random(seed).randrange(stride)
+    rows = slice(start, None, stride)
+    return rows, examples / len(range(start, examples, stride))

@@ -31,6 +31,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.layers import Block
+from natgrad.math.shards import is_shard, local
 
 BeforeModel = Callable[[tuple[Any, ...], dict[str, Any]], None]
 AfterModel = Callable[[Any], None]
@@ -249,6 +250,17 @@ def accumulates(p: Tensor) -> bool | None:
         return None
 
 
+def leaf_of(block: Block, module: nn.Module) -> Callable[[], Tensor]:
+    """What finds, in a backward, the leaf that a weight's gradient goes to.
+
+    Under `fully_shard` that is the whole weight, which a module has while it runs:
+    in its forward, unless it is itself what was sharded, and then in its backward.
+    """
+    assert block.kind is not None
+    weight = block.kind.weight(module)
+    return partial(block.kind.weight, module) if is_shard(weight) else lambda: weight
+
+
 class Sentinel:
     """Watches one parameter, whose gradient stands for all of a step's."""
 
@@ -267,8 +279,20 @@ class Sentinel:
         if self._hook is not None:
             self._hook.remove()
         self._watched, self._hook, self._version = p, None, None
-        if p is not None:
+        if p is not None and not is_shard(p):
             self._hook = p.register_post_accumulate_grad_hook(self._note)
+        self.expect()
+
+    def expect(self) -> None:
+        """Of a sharded parameter: look when the backward that runs now is over.
+
+        `fully_shard` puts the gradient there at that time, not autograd; and while
+        it keeps gradients of micro-batches to itself, there is none to be cleared.
+        """
+        p = self._watched
+        if p is not None and is_shard(p) and backward_id() != -1:
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self._arrived, p))
 
     def is_cleared(self) -> bool:
         """Whether the gradient had arrived and is gone again, or zero."""
@@ -276,12 +300,17 @@ class Sentinel:
         # a backward (activation checkpointing) may ask.
         if self._watched is None or self._version is None:
             return False
-        grad = self._watched.grad
-        if grad is None:
+        if self._watched.grad is None:
             return True
         # A zero_grad(set_to_none=False) writes; only after a write is it worth the
         # synchronisation to look at the values.
-        return grad._version != self._version and not bool(grad.any())
+        grad = local(self._watched.grad)
+        is_written = grad._version != self._version and grad.numel() > 0
+        return is_written and not bool(grad.any())
 
     def _note(self, p: Tensor) -> None:
-        self._version = -1 if p.grad is None else p.grad._version
+        self._version = -1 if p.grad is None else local(p.grad)._version
+
+    def _arrived(self, p: Tensor) -> None:
+        if p is self._watched and p.grad is not None:
+            self._note(p)

@@ -7,10 +7,9 @@ to the step's sums. So a forward that is never followed by its backward (evaluat
 forward under no_grad, the recomputed forward of activation checkpointing) counts for
 nothing, and no activation outlives the graph. A second backward through a graph that
 was retained counts for nothing either, nor does one that makes a graph of its own
-(create_graph=True: the inner gradient of a gradient penalty), nor one that makes no
-gradient of the layer's weight (an adversary asks for that of the inputs). A tensor
-hook, unlike a module's backward hook, also works when the next layer is an in-place
-ReLU.
+(create_graph=True, in a gradient penalty), nor one that makes no gradient of the
+layer's weight (an adversary asks for that of the inputs). A tensor hook, unlike a
+module's backward hook, also works before an in-place ReLU.
 
 Note [By name]
 `torch.autograd.grad` of parameters is either a probe beside the loss or what the step
@@ -22,11 +21,9 @@ With N the terms that the loss averages over, the gradient of one term is ghat =
 So the sum of ghat ghat^T is N^2 times the sum of g g^T, and G is that over the number
 of examples. N is that of the micro-batch (Note [Terms] in `forwards`); it is multiplied
 by k when the losses of k micro-batches were each divided by k. If N is given for the
-whole step, there is no k. An AMP loss scale S multiplies g and is divided out again.
-The loss of sampled labels has neither k nor S.
+whole step, there is no k. An AMP loss scale S is divided out. Sampled labels have none.
 """
 
-import random
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -42,14 +39,17 @@ from natgrad.capture.forwards import (
     Captured,
     Forward,
     Forwards,
+    Leaf,
     MicroBatch,
     Rows,
     Use,
+    every_kth,
 )
-from natgrad.capture.hooks import Hooks, Sentinel, accumulates, backward_id
+from natgrad.capture.hooks import Hooks, Sentinel, accumulates, backward_id, leaf_of
 from natgrad.capture.sink import INPUTS, Armed
 from natgrad.diagnostics.timer import Meter
 from natgrad.layers import Block, Observed
+from natgrad.math.shards import local
 from natgrad.math.statistics import enough_stride, widen
 from natgrad.requiring import require_count
 
@@ -214,9 +214,10 @@ class Capture:
             self._count_forward()
         forward = self._forwards.current
         forward.passes(block, module, output)
+        leaf = leaf_of(block, module)
         want = tuple(s.kind for s in block.spec.statistics if s.name in self._due)
         if not want or not block.is_trained or block.bias_has_changed:
-            self._expect_backward(forward, block, output)
+            self._expect_backward(forward, block, leaf, output)
             return
         assert block.kind is not None
         x = x.detach()
@@ -229,6 +230,7 @@ class Capture:
         call = Call(
             block=block,
             module=module,
+            leaf=leaf,
             want=want,
             forward=forward,
             token=forward.token(),
@@ -257,46 +259,43 @@ class Capture:
     ) -> tuple[Rows, float]:
         """Every k-th example from a random start: a view, and each equally likely."""
         assert block.kind is not None
-        whole = ..., 1.0
         alike = x.dim() > 0 and output.dim() > 0 and len(x) == len(output) > 0
         vectors = block.kind.vectors(module, output) if alike else 0
         if not vectors:
-            return whole
-        everyone = len(x) * self._world
-        stride = self._subsample or enough_stride(block.spec.largest, everyone, vectors)
-        stride = min(stride, len(x))
-        if stride <= 1:
-            return whole
+            return ..., 1.0
+        all_, largest = len(x) * self._world, block.spec.largest
+        stride = self._subsample or enough_stride(largest, all_, vectors)
         # From step and micro-batch alone: the same on all ranks and after a restart.
-        before = len(self._captured.batches)
-        start = random.Random(f"{self.armed.step}/{before}").randrange(stride)
-        return slice(start, None, stride), len(x) / len(range(start, len(x), stride))
+        before = f"{self.armed.step}/{len(self._captured.batches)}"
+        return every_kth(len(x), stride, before)
 
-    def _expect_backward(self, forward: Forward, block: Block, output: Tensor) -> None:
+    def _expect_backward(
+        self, forward: Forward, block: Block, leaf: Leaf, output: Tensor
+    ) -> None:
         """Count a micro-batch in which, so far, no layer with a due statistic ran."""
         if not self._due or forward.is_expected:
             return
         forward.is_expected = True
 
         def count(token: object, _: Tensor) -> None:
-            if (use := self._use(block, forward)) is not None:
+            if (use := self._use(block, leaf, forward)) is not None:
                 self._learn(forward, use)
 
         output.register_hook(partial(count, forward.token()))
 
-    def _use(self, block: Block, forward: Forward) -> Use | None:
+    def _use(self, block: Block, leaf: Leaf, forward: Forward) -> Use | None:
         """Whether the backward that runs now counts, at this layer."""
-        use = self._counts(block)
+        use = self._counts(block, leaf)
         # a backward that makes a graph is a part of the loss to come
         forward.is_aside |= use != "learned" and not torch.is_grad_enabled()
         return use
 
-    def _counts(self, block: Block) -> Use | None:
+    def _counts(self, block: Block, leaf: Leaf) -> Use | None:
         if self._sampling != self._sampled or torch.is_grad_enabled() or self._ignores:
             return None
         if self._sampling or not block.is_trained:
             return "learned"
-        kept = accumulates(block.parameters[0])
+        kept = accumulates(leaf())
         return "asked" if kept is None else "learned" if kept else None
 
     def _learn(self, forward: Forward, use: Use) -> tuple[MicroBatch, Captured]:
@@ -319,9 +318,10 @@ class Capture:
         if self._backward != backward_id():
             self._backward = backward_id()
             self._drop_if_cleared()
+            self._sentinel.expect()
 
     def _after_backward(self, call: Call, g: Tensor) -> None:
-        use = None if call.done else self._use(call.block, call.forward)
+        use = None if call.done else self._use(call.block, call.leaf, call.forward)
         if use is None or (use == "asked" and call.asked):
             return
         batch, into = self._learn(call.forward, use)
@@ -340,7 +340,7 @@ class Capture:
     def _zeros(self, call: Call) -> dict[str, Tensor]:
         """What an empty batch adds to every sum."""
         has_bases = call.inputs is not None and call.block.name in self.armed.bases
-        like = widen(call.block.parameters[0])
+        like = widen(local(call.block.parameters[0]))
         return {
             s.kind: like.new_zeros(s.stack, *[s.size] * (2 - s.diagonal))
             for s in call.block.spec.statistics

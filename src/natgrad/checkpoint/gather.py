@@ -56,9 +56,13 @@ def gather(
 def gather_moments(
     moments: Moments, blocks: list[Block], plan: Plan, comm: Communicator, like: Tensor
 ) -> None:
-    """Put every block's second moment on every rank. Collective."""
+    """Put every block's second moment on every rank. Collective.
+
+    One that is cut as its parameter is stays so: torch gathers it as a parameter.
+    """
     if comm.world == 1:
         return
+    blocks = [b for b in blocks if not b.is_cut]
     states = moments.states
     first = {b.name: plan.workers[b.name][0] for b in blocks}
     held = [

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from natgrad.checkpoint.optimizer_state import require_form, require_setting
 from natgrad.checkpoint.sharded import KEY
+from natgrad.layers import Block
+from natgrad.math.shards import local
 from natgrad.math.statistics import widen
 from natgrad.rules.motion import MASS, VELOCITY, Average, State
 
@@ -26,10 +28,15 @@ def averages_of(engine: "Engine") -> Iterator[tuple[Tensor, Average]]:
 
 
 def gather_momentum(state: State, engine: "Engine") -> None:
-    """Collective: every rank gets the momentum of all parameters."""
+    """Collective: every rank gets the momentum of all parameters.
+
+    But for what is cut as its parameter is, which torch gathers as a parameter.
+    """
     comm = engine.comm
     if comm.world == 1:
         return
+    keep_whole(state, engine, everywhere=True)
+    cut = {id(p) for b in engine.blocks if _is_cut(engine, b) for p in b.parameters}
     first = {
         id(p): engine.plan.workers[block.name][0]
         for block in engine.blocks
@@ -37,6 +44,8 @@ def gather_momentum(state: State, engine: "Engine") -> None:
     }
     massive: list[Tensor] = []
     for p, average in averages_of(engine):
+        if id(p) in cut:
+            continue
         velocity = average.velocity(state, p).contiguous()
         state[p][VELOCITY] = comm.broadcast(velocity, first[id(p)])
         massive += [p] if average.keeps_mass else []
@@ -47,11 +56,37 @@ def gather_momentum(state: State, engine: "Engine") -> None:
             state[p][MASS] = mass
 
 
+def _is_cut(engine: "Engine", block: Block) -> bool:
+    """Whether a block's momentum is cut as its parameters are, not whole on a worker.
+
+    That of a sharded model's weights is. That of its gradients is whole where a rule
+    is given a whole matrix.
+    """
+    matrix = block.kind is not None and engine.parts[block.name].average.keeps_mass
+    return engine.sharded and not matrix
+
+
+def keep_whole(state: State, engine: "Engine", *, everywhere: bool = False) -> None:
+    """Begin the momentum of a sharded model that is whole on this rank."""
+    for block in engine.blocks if engine.sharded else ():
+        here = everywhere or engine.comm.rank in engine.plan.workers[block.name]
+        if here and not (block.is_foreign or _is_cut(engine, block)):
+            average = engine.parts[block.name].average
+            for p in block.parameters:
+                average.keep_whole(state, p, engine.like.new_empty(p.shape))
+
+
 def worked_on(engine: "Engine", mine: bool) -> list[Tensor]:
-    """Of our parameters those that this rank updates, or the others."""
+    """Of our parameters those whose momentum this rank keeps, or the others.
+
+    That of parameters that it updates; of a sharded model's, of all that are cut.
+    """
     rank, workers = engine.comm.rank, engine.plan.workers
-    blocks = [b for b in engine.blocks if (rank in workers[b.name]) == mine]
-    return [p for b in blocks if not b.is_foreign for p in b.parameters]
+    ours = [b for b in engine.blocks if not b.is_foreign]
+    blocks = [
+        b for b in ours if (rank in workers[b.name] or _is_cut(engine, b)) == mine
+    ]
+    return [p for b in blocks for p in b.parameters]
 
 
 def require_momentum(
@@ -127,6 +162,12 @@ def take_momentum(optimizer: "SPNGD", state: Mapping[str, Any]) -> list[str]:
     """
     require_form(state)
     engine, entries = optimizer.engine, _by_name(state)
+    if engine.sharded:
+        raise ValueError(
+            "take_momentum is for models that are whole on every rank. Must be so: "
+            "take the momentum before fully_shard, and load it by "
+            "torch.distributed.checkpoint."
+        )
     _require_whole(state, engine.comm.world)
     own = dict(_named(optimizer.param_groups))
     if set(own) != set(entries):
@@ -193,4 +234,4 @@ def _is_share(x: Any) -> bool:
 
 def _fits(x: Any, p: Tensor) -> bool:
     good = isinstance(x, Tensor) and x.is_floating_point() and x.shape == p.shape
-    return good and bool(x.isfinite().all())
+    return good and bool(local(x).isfinite().all())

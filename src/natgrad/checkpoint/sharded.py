@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from natgrad.checkpoint.gather import parts_kept
+from natgrad.distributed.shards import as_parameter, part_here
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
+from natgrad.math.shards import is_shard, local
 from natgrad.plan.cost import inverse_shapes
 from natgrad.rules.lengths import has_reference
 
@@ -85,8 +87,9 @@ def collect(engine: "Engine", filed: Iterable[Mapping[str, Any]]) -> dict[str, A
                 statistics[name] = _unfile(engine, name, entry[name])
             elif name.endswith(MOMENT) and not entry[name]["steps"].isnan():
                 steps = int(entry[name]["steps"])
-                block = name.removesuffix(MOMENT)
-                moments[block] = {"square": entry[name]["square"], "steps": steps}
+                block = engine.block[name.removesuffix(MOMENT)]
+                square = _unfile_square(block, entry[name]["square"])
+                moments[block.name] = {"square": square, "steps": steps}
             elif name.endswith(START) and not entry[name].isnan():
                 usual = entry.get(name.removesuffix(START) + USUAL)
                 reference = _unfile_reference(entry[name], usual)
@@ -115,11 +118,23 @@ def _file_moment(engine: "Engine", block: Block) -> dict[str, Any]:
         return {}
     state = engine.moments.states.get(block.name)
     if state is None:
-        unknown = engine.like.new_full(shape, float("nan"))
-        filed = {"square": unknown, "steps": torch.tensor(float("nan"))}
+        square, steps = engine.like.new_full(shape, float("nan")), float("nan")
     else:
-        filed = {"square": state.square, "steps": torch.tensor(float(state.steps))}
+        square, steps = state.square, float(state.steps)
+    if block.kind is None:  # of a sharded model each rank has its part of it
+        square = as_parameter(square, block.parameters[0])
+    filed = {"square": square, "steps": torch.tensor(steps)}
     return {f"{block.name}{MOMENT}": filed}
+
+
+def _unfile_square(block: Block, square: Tensor) -> Tensor:
+    """In the shape in which it is kept, if it is of this block at all."""
+    mine = local(square)
+    fits = block.kind is None and mine.numel() == block.spec.elements
+    if block.is_cut and not is_shard(square) and fits:
+        mine = part_here(square.reshape(block.parameters[0].shape), block.parameters[0])
+    fits = block.kind is None and mine.numel() == block.shape[2]
+    return mine.reshape(block.shape) if fits else mine
 
 
 def _file_reference(engine: "Engine", block: Block) -> dict[str, Any]:

@@ -69,6 +69,13 @@ class Links:
         rank = self.globals[source]
         return dist.broadcast(x, src=rank, group=self._groups[key], async_op=True)
 
+    def all_to_all(
+        self, key: Key, got: Tensor, given: Tensor, of: list[int], to: list[int]
+    ) -> Any:
+        """``of`` each rank so many elements, ``to`` each so many."""
+        group = self._groups[key]
+        return dist.all_to_all_single(got, given, of, to, group, async_op=True)
+
     def call(self, lane: str, message: Message, buffer: Tensor, rank: int) -> Any:
         """Start a planned collective on a bucket's buffer."""
         key = lane, message.ranks

@@ -32,6 +32,7 @@ from natgrad.capture.forwards import Captured
 from natgrad.distributed.communicator import Communicator
 from natgrad.layers import Block
 from natgrad.math import foreach
+from natgrad.math.shards import local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ def gradient_norm(
     """
     params = [p for b in blocks for p in b.parameters]
     grads = [
-        p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+        p.grad.coalesce().values() if p.grad.is_sparse else local(p.grad)
         for p in params
         if p.grad is not None
     ]

@@ -22,8 +22,9 @@ from natgrad.engine.agreement import Verdict, gradient_norm, reach_verdict
 from natgrad.engine.machinery import Machinery
 from natgrad.engine.step import Directions, Update, Updates
 from natgrad.factors.averages import Refreshed, growths
-from natgrad.layers.block import statistics_like
+from natgrad.layers.block import Block, statistics_like
 from natgrad.layers.registration import warn_silent
+from natgrad.math.shards import local
 from natgrad.rules.lengths import Length, Sight
 
 
@@ -39,7 +40,7 @@ class Engine(Machinery):
         with self.attempt():
             overflow = update.begin()
             captured, sums = self.reduce_statistics()
-            gradients = self.reduce_gradients()
+            gradients = self.reduce_gradients(update)
             verdict = self.agree(captured, sums, gradients, overflow)
             if not verdict.finite:
                 self.skip_step(overflow=update.skipped(overflow))
@@ -108,8 +109,10 @@ class Engine(Machinery):
         return captured, self._outbox.finish(captured)
 
     @metered("gradients")
-    def reduce_gradients(self) -> dict[str, Tensor]:
+    def reduce_gradients(self, update: Update) -> dict[str, Tensor]:
         """Mean gradients ``(s, m, n)`` of the blocks that this rank works on."""
+        if self.shards is not None:
+            return self.shards.collect(update.local_gradients)
         if self._outbox is None or self._outbox.gradients is None:
             rank, workers = self.comm.rank, self.plan.workers
             mine = [b for b in self.blocks if rank in workers[b.name]]
@@ -209,6 +212,7 @@ class Engine(Machinery):
                 noise=given.noise,
                 growth=partial(growths, self.statistics, given.directions),
                 references=self.references,
+                whole=self._whole,
             )
             mine = length.scaled(mine, sight)
             clip = length.clip(mine, sight)
@@ -221,6 +225,20 @@ class Engine(Machinery):
     def _total(self, x: Tensor) -> Tensor:
         """The sum over all ranks."""
         return x if self.comm.world == 1 else self.comm.agree(x)
+
+    def clipped(self, found: Updates) -> dict[str, Tensor]:
+        """Updates, each times its factor."""
+        clips = found.clips
+        return {n: u * clips[n] if n in clips else u for n, u in found.updates.items()}
+
+    def _whole(self, names: Sequence[str], norms: Tensor) -> Tensor:
+        """Norms of whole tensors. See `Sight.whole`."""
+        cut = [i for i, name in enumerate(names) if self.block[name].is_cut]
+        if self.comm.world == 1 or not cut:
+            return norms
+        parts = norms[:, cut]
+        found = self._total(parts.double().square().flatten()).sqrt().to(norms)
+        return norms.index_copy(1, norms.new_tensor(cut).long(), found.view_as(parts))
 
     def share(
         self, values: dict[str, Tensor], present: frozenset[str]
@@ -242,14 +260,56 @@ class Engine(Machinery):
             for name, flat in flight.finish().items()
         }
 
+    def weights_before(self, mine: list[Block]) -> dict[int, Tensor] | None:
+        """The weights that this rank will change, if only changes are to be shared."""
+        comm, dtype = self.comm, self.like.dtype
+        wire = comm.options.wire_dtype
+        if comm.world == 1 or wire("share_updates", dtype) == dtype:
+            return None
+        ours = [b for b in mine if not b.is_foreign]
+        return {id(p): p.clone() for b in ours for p in b.parameters}
+
+    def share_weights(
+        self,
+        mine: list[Block],
+        updates: dict[str, Tensor],
+        present: frozenset[str],
+        before: dict[int, Tensor] | None,
+    ) -> None:
+        """Stage 5: every rank gets the weights that another rank has updated.
+
+        In half precision their changes instead, which all ranks add, rounded alike: a
+        rounded weight would swallow the changes that are smaller than its last bit.
+        Of parameters that another optimizer has, the mean gradient.
+        """
+        if self.comm.world == 1:
+            return
+        shared = dict(updates)
+        for b in mine:
+            if not b.is_foreign:
+                shared[b.name] = b.fold(list(b.parameters))
+            if not b.is_foreign and before is not None:
+                old = b.fold([before[id(p)] for p in b.parameters])
+                shared[b.name] = shared[b.name] - old
+        foreign = {n: u for n, u in updates.items() if self.block[n].is_foreign}
+        for name, stack in (foreign | self.share(shared, present)).items():
+            block = self.block[name]
+            if block.is_foreign:
+                if self.own_gradients:
+                    block.write_gradient(stack)
+                continue
+            for p, x in zip(block.parameters, block.unfold(stack), strict=True):
+                p.copy_(x if before is None else before.get(id(p), p) + x)
+
     def end(self, captured: Captured) -> None:
         """Count the step."""
         if self.statistics.step == 0:
             warn_silent(self.blocks, set(captured.calls), self.options)
         if self.probe is not None:
             self.probe.finish()
-        if self.comm.rank == 0:
-            self.references.watch(self.statistics.step, self.blocks, self.like)
+        if self.comm.rank == 0 or self.shards is not None:
+            step, loud = self.statistics.step, self.comm.rank == 0
+            self.references.watch(step, self.blocks, self.like, warn=loud)
         self.preconditioner.stacks.forget()
         self.statistics.step += 1
         if self.comm.world > 1:
@@ -283,7 +343,7 @@ class Engine(Machinery):
         if self.capture.current.calls or self.capture.current.batches:
             return False
         grads = [p.grad for b in self.blocks for p in b.parameters if p.requires_grad]
-        return all(g is not None and not g.any() for g in grads)
+        return all(g is not None and not local(g).any() for g in grads)
 
     def before_forward(self) -> None:
         """Follow the model; leave gradients to DDP if it was wrapped since."""

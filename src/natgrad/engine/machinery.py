@@ -31,8 +31,10 @@ from natgrad.distributed.communicator import (
 )
 from natgrad.distributed.overlap import Outbox
 from natgrad.distributed.replicate import make_alike
+from natgrad.distributed.shards import find_shards
 from natgrad.engine.planning import Planning
 from natgrad.engine.replicas import Replicas
+from natgrad.engine.shards import Shards, refuse_sharded
 from natgrad.factors.statistics import Statistics
 from natgrad.layers.block import statistics_like
 from natgrad.layers.registration import Groups, parts_for, register
@@ -76,6 +78,9 @@ class Machinery(ABC):
         require_unwatched(self.blocks)
         self.block = {b.name: b for b in self.blocks}
         self.parts = {b.name: parts_for(b, options, groups) for b in self.blocks}
+        self.sharded = find_shards(self.model, self.blocks, group)
+        if self.sharded:
+            refuse_sharded(options, self.parts)
         self.like = statistics_like(self.blocks)
         updates = list(dict.fromkeys(self.parts.values()))
         self._replicas = Replicas(self.model, options, updates, optimizer)
@@ -83,11 +88,11 @@ class Machinery(ABC):
             self.model,
             self.blocks,
             options,
-            ddp=ddp,
+            gradients="sharded" if self.sharded else "ddp" if ddp else "own",
             device=self.like.device,
         )
         self.auto = self._planning.auto
-        self.own_gradients = not ddp and world_of(group) > 1
+        self.own_gradients = not (ddp or self.sharded) and world_of(group) > 1
         self._scaled = grad_scaler is not None and grad_scaler.is_enabled()
         if self.own_gradients and self._scaled and not agrees_on_overflow:
             raise ValueError(
@@ -112,6 +117,10 @@ class Machinery(ABC):
         self.preconditioner = Preconditioner(self.statistics)
         self.moments = self.preconditioner.moments
         self.references = References()
+        self.shards: Shards | None = None
+        if self.sharded:
+            self.shards = Shards(self.blocks, self.comm, self.like)
+            self.references.total = self.comm.agree if self.comm.world > 1 else None
         self.capture = self._watch(grad_scaler)
         self._may_be_wrapped = follows_ddp and self.own_gradients
         self.calls: dict[str, int] = {}

@@ -33,7 +33,7 @@ class Planning:
         blocks: list[Block],
         options: Options,
         *,
-        ddp: bool,
+        gradients: str,
         device: torch.device,
     ) -> None:
         strategy, placement, group = options.strategy, options.placement, options.group
@@ -50,7 +50,7 @@ class Planning:
             world=world_of(group),
             strategy=strategy,
             placement="longest_first" if placement == MEASURED else placement,
-            gradients="ddp" if ddp else "own",
+            gradients=gradients,
             inverse="eigen" if options.rule.form == "eigen" else "factored",
         )
         self.auto: Automatic | None = None

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from natgrad.layers import Block
+
 
 @dataclass(frozen=True, kw_only=True)
 class Directions:
@@ -54,6 +56,13 @@ class Update(Protocol):
 
     def skipped(self, overflow: Tensor | None) -> bool:
         """Learn that the step is skipped; returns whether a scaler has been told."""
+        ...
+
+    def local_gradients(self, block: Block) -> list[Tensor] | None:
+        """Of a sharded model: what this rank has of a block's, as rules are to see it.
+
+        None if there is no gradient.
+        """
         ...
 
     def directions(self, gradients: dict[str, Tensor]) -> Directions:

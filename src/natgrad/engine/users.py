@@ -87,6 +87,11 @@ class Inspectable:
                 `natgrad.sinks.JsonlSink` or `natgrad.sinks.TensorBoardSink`.
         """
         require_count("every", every)
+        if self.engine.sharded:
+            raise RuntimeError(
+                "watch needs the whole weight on some rank. Must be for a model that "
+                "is not sharded; report(), health() and traffic() work."
+            )
         self.engine.probe = Probe(self.engine, every, self._rate, sink)
 
     def _rate(self) -> float:
@@ -121,9 +126,10 @@ class Inspectable:
 
         Counts by statistic are only of those that have one. ``grown`` has the layers
         whose weights run away: more than 100 times the norm that they began with, and
-        how many times. This reads from the device. With something ``"auto"`` there are
-        also ``damping``, the last ``ratio`` of true to predicted reduction, and the
-        ``lr`` and ``momentum`` found last; NaN is what was not found yet.
+        how many times; of a sharded model, those that the last look found, which is
+        taken every 100 steps. This reads from the device. With something ``"auto"``
+        there are also ``damping``, the last ``ratio`` of true to predicted reduction,
+        and the ``lr`` and ``momentum`` found last; NaN is what was not found yet.
         """
         engine, states = self.engine, self.engine.statistics.states.values()
         return {
@@ -132,7 +138,9 @@ class Inspectable:
                 s.spec.name: s.quarantined for s in states if s.quarantined
             },
             "failures": {s.spec.name: s.failures for s in states if s.failures},
-            "grown": engine.references.grown(engine.blocks, engine.like),
+            "grown": engine.references.grown(engine.blocks, engine.like)
+            if not engine.sharded
+            else dict(engine.references.last_grown),
             **({} if engine.tuner is None else engine.tuner.health()),
         }
 

@@ -1,7 +1,7 @@
 """A block: one layer (or several that share a weight), and what its kind must say."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from natgrad.layers.options import OWN, SIDES, LayerOptions
 from natgrad.math.parts import cut, diagonal_parts
+from natgrad.math.shards import local
 from natgrad.math.statistics import widen
 from natgrad.plan.spec import BlockSpec, StatisticSpec
 from natgrad.rules.fallbacks import Plain
@@ -252,7 +253,9 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """``(s, m, n)`` of its gradient."""
+        """``(s, m, n)`` of its gradient, as its workers have it."""
+        if self.is_cut:
+            return 1, 1, local(self.parameters[0]).numel()
         return self.spec.stack, self.spec.rows, self.spec.cols
 
     @property
@@ -269,6 +272,11 @@ class Block:
     def has_gradient(self) -> bool:
         """Whether the block takes part in this step."""
         return self.is_trained and self.parameters[0].grad is not None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank works on its own piece of a sharded parameter."""
+        return self.kind is None and bool(self.spec.cuts)
 
     def require_same(self) -> None:
         """Raise if the layer has other parameters since."""
@@ -322,7 +330,7 @@ class Block:
     def unfold(self, stack: Tensor) -> list[Tensor]:
         """The inverse of `fold`."""
         if self.kind is None:
-            return [stack.reshape(self.parameters[0].shape)]
+            return [stack.reshape(local(self.parameters[0]).shape)]
         weight, bias = self.kind.unfold(self._module, stack)
         return [weight] if bias is None else [weight, bias]
 
@@ -335,13 +343,26 @@ class Block:
 
     def write_gradient(self, stack: Tensor, scale: Tensor | None = None) -> None:
         """Put ``(s, m, n)``, times ``scale``, into the parameters' ``.grad``."""
-        for p, x in zip(self.parameters, self.unfold(stack), strict=True):
+        self.put_gradients(self.unfold(stack), scale)
+
+    def put_gradients(
+        self, tensors: Sequence[Tensor], scale: Tensor | None = None
+    ) -> None:
+        """Put tensors, times ``scale``, into what this rank has of each ``.grad``."""
+        for p, x in zip(self.parameters, tensors, strict=True):
             if p.grad is None or p.grad.is_sparse:
                 p.grad = torch.empty_like(p)
-            if scale is None or p.grad.dtype != x.dtype:
-                p.grad.copy_(x if scale is None else x * scale)
+            grad = local(p.grad)
+            if scale is None or grad.dtype != x.dtype:
+                grad.copy_(x if scale is None else x * scale)
             else:
-                torch.mul(x, scale, out=p.grad)
+                torch.mul(x, scale, out=grad)
+
+    def local_gradients(self) -> list[Tensor] | None:
+        """What this rank has of the gradients, in float32 or better; None of none."""
+        if not self.has_gradient:
+            return None
+        return [widen(local(_or_zeros(p))) for p in self.parameters]
 
 
 def _or_zeros(p: nn.Parameter) -> Tensor:
@@ -350,7 +371,7 @@ def _or_zeros(p: nn.Parameter) -> Tensor:
 
 def statistics_like(blocks: list[Block]) -> Tensor:
     """An empty tensor of the dtype and device that statistics are kept in."""
-    first = blocks[0].parameters[0]
+    first = local(blocks[0].parameters[0])
     wide = any(p.dtype == torch.float64 for b in blocks for p in b.parameters)
     return first.new_empty(0, dtype=torch.float64 if wide else torch.float32).detach()
 

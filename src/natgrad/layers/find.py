@@ -185,7 +185,7 @@ def _matrix(name: str, p: nn.Parameter, options: LayerOptions) -> Block:
 
 
 def _plain(name: str, p: nn.Parameter, reason: str) -> Block:
-    spec = BlockSpec(name=name, stack=1, rows=1, cols=p.numel())
+    spec = BlockSpec(name=name, stack=1, rows=1, cols=p.numel(), elementwise=True)
     return Block(spec=spec, kind=None, parameters=(p,), reason=reason)
 
 

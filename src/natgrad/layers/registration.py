@@ -26,7 +26,6 @@ def register(
     ``groups`` has the parts of the update by the ids of the optimizer's parameters;
     None if it has all, with the same parts.
     """
-    _require_whole(model)
     known = groups or {id(p): options.parts() for p in model.parameters()}
     distinct = list(dict.fromkeys(known.values()))
     layer = [_layer_options(options, parts, i) for i, parts in enumerate(distinct)]
@@ -148,15 +147,3 @@ def require_inside(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> Non
                     f"is not one of this {type(model).__name__}'s. Must be: make it "
                     "part of the model, or give it to an optimizer of its own."
                 )
-
-
-def _require_whole(model: nn.Module) -> None:
-    """Raise if FSDP or tensor parallelism has cut a parameter into parts."""
-    for name, p in model.named_parameters():
-        # DTensor is of torch.distributed, which only comm imports
-        if type(p.data).__name__ == "DTensor" or type(p).__name__ == "DTensor":
-            raise TypeError(
-                f"{name} is a DTensor, of which each rank has a part. Must be whole on "
-                "every rank, as under DistributedDataParallel: FSDP and tensor "
-                "parallelism are not supported."
-            )

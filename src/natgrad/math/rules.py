@@ -35,7 +35,14 @@ def out_of_basis(rotated: Tensor, right: Tensor, left: Tensor) -> Tensor:
     return on_left(left, rotated) if left.numel() else rotated
 
 
-def adaptive_scale(rotated: Tensor, square: Tensor, damping: float) -> Tensor:
+def mean_of_entries(x: Tensor) -> Tensor:
+    """``(s, 1, 1)`` of a stack ``(s, m, n)``."""
+    return x.mean((1, 2), keepdim=True)
+
+
+def adaptive_scale(
+    rotated: Tensor, square: Tensor, damping: float, mean: Tensor | None = None
+) -> Tensor:
     """``V / (sqrt(S) + damping rms)``, elementwise; rms is the root of the mean of S.
 
     S is the second moment of the gradient in the same basis, without bias. Entries
@@ -43,7 +50,7 @@ def adaptive_scale(rotated: Tensor, square: Tensor, damping: float) -> Tensor:
     of the smallest normal number: squares below it are rounded to nothing.
     """
     root = square.sqrt()
-    floor = damping * square.mean((1, 2), keepdim=True).sqrt()
+    floor = damping * (mean_of_entries(square) if mean is None else mean).sqrt()
     least = torch.finfo(root.dtype).tiny ** 0.5
     return rotated / (root + floor).clamp_min(least)
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from natgrad.plan.exchange import Exchange, Item
+from natgrad.plan.shards import covers, piece_name
 from natgrad.plan.split import BACK, OUT, SPLIT_EXCHANGES, Split
 from natgrad.plan.strategies import Ranks
 
@@ -70,6 +71,8 @@ def _check_statistics(plan: Plan) -> None:
 
 
 def _check_updates(plan: Plan) -> None:
+    if plan.gradients == "sharded":
+        return _check_pieces(plan)
     shared = _once(plan.exchanges["share_updates"])
     reduced = _once(plan.exchanges["reduce_gradients"])
     for block in plan.blocks:
@@ -86,6 +89,40 @@ def _check_updates(plan: Plan) -> None:
             gradient is None or gradient.destinations != workers
         ):
             raise ValueError(f"The gradient of {block.name!r} misses a worker.")
+
+
+def _check_pieces(plan: Plan) -> None:
+    """A worker gets each piece of a gradient once, a holder each of its update."""
+    there = _once(plan.exchanges["reduce_gradients"])
+    back = _once(plan.exchanges["share_updates"])
+    for block in plan.blocks:
+        workers = plan.workers[block.name]
+        for i, cut in enumerate(block.cuts):
+            if not covers(cut):
+                raise ValueError(
+                    f"The pieces of {block.name!r} are not each entry of it once."
+                )
+            for j, piece in enumerate(() if block.elementwise else cut.pieces):
+                name = piece_name(block.name, i, j)
+                for what, items, sources, ends in (
+                    ("gradient", there, piece.ranks, workers),
+                    ("update", back, workers, piece.ranks),
+                ):
+                    item = items.pop(name, None)
+                    served = list(set(sources) & set(ends))
+                    if item is not None:
+                        served += [rank for _, ranks in item.legs for rank in ranks]
+                    sent = item is None or (
+                        (item.sources, item.elements) == (sources, piece.elements)
+                    )
+                    if sorted(served) != sorted(ends) or not sent:
+                        raise ValueError(
+                            f"The {what} of {name!r} is not given once to each of "
+                            f"{ends}."
+                        )
+    if there or back:
+        name = next(iter({**there, **back}))
+        raise ValueError(f"{name!r} moves and is no piece of a matrix.")
 
 
 def _check_splits(plan: Plan) -> None:

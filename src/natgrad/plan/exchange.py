@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from natgrad.plan.cost import inverse_elements
+from natgrad.plan.shards import piece_name
 from natgrad.plan.spec import BlockSpec
 from natgrad.plan.strategies import Ranks
 
@@ -25,6 +26,7 @@ EXCHANGES = (
     "share_inverses",
     "share_updates",
 )
+SWAPPED = ("reduce_gradients", "share_updates")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +57,16 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """One planned movement of items. ``reduces``: sums to destinations, else copies."""
+    """One planned movement of items. ``reduces``: sums to destinations, else copies.
+
+    ``swaps``: by all-to-alls among all ranks; see Note [Pieces] in `shards`.
+    """
 
     name: str
     reduces: bool
     world: int
     items: tuple[Item, ...]
+    swaps: bool = False
     _index: dict[str, Item] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -147,6 +153,8 @@ def derive_exchanges(
     which it gets as a worker; gradients to a block's workers (nothing with
     ``gradients="ddp"``); an inverse goes from its owner to the block's other workers;
     an update from the workers to all others. Items that need not move are left out.
+    With ``gradients="sharded"`` the pieces of gradients go to workers, and those of
+    updates to the ranks that hold them: see Note [Pieces] in `shards`.
     """
     everyone = tuple(range(world))
     statistics = [spec for block in blocks for spec in block.statistics]
@@ -165,7 +173,8 @@ def derive_exchanges(
             _item(b.name, b.elements, everyone, workers[b.name])
             for b in blocks
             if gradients == "own"
-        ],
+        ]
+        + _pieces(blocks, workers, back=False),
         "share_inverses": [
             _item(s.name, size, (owners[s.name],), needed[s.block])
             for s, size in ((s, inverse_elements(s, inverse)) for s in statistics)
@@ -174,10 +183,27 @@ def derive_exchanges(
         "share_updates": [
             _item(b.name, b.elements, workers[b.name], everyone)
             for b in blocks
-            if len(workers[b.name]) < world
-        ],
+            if len(workers[b.name]) < world and gradients != "sharded"
+        ]
+        + _pieces(blocks, workers, back=True),
     }
-    return {name: _exchange(name, world, items[name]) for name in EXCHANGES}
+    swaps = SWAPPED if gradients == "sharded" else ()
+    return {n: _exchange(n, world, items[n], n in swaps) for n in EXCHANGES}
+
+
+def _pieces(
+    blocks: Sequence[BlockSpec], workers: Mapping[str, Ranks], *, back: bool
+) -> list[Item]:
+    """Those of gradients that workers lack, or of updates that holders lack."""
+    found: list[Item] = []
+    for block in blocks:
+        for i, cut in enumerate(() if block.elementwise else block.cuts):
+            for j, piece in enumerate(cut.pieces):
+                ends = (piece.ranks, workers[block.name])[:: -1 if back else 1]
+                if not set(ends[1]) <= set(ends[0]):
+                    name = piece_name(block.name, i, j)
+                    found.append(_item(name, piece.elements, *ends))
+    return found
 
 
 def _item(name: str, elements: int, sources: Ranks, destinations: Ranks) -> Item:
@@ -186,6 +212,8 @@ def _item(name: str, elements: int, sources: Ranks, destinations: Ranks) -> Item
     )
 
 
-def _exchange(name: str, world: int, items: list[Item]) -> Exchange:
-    reduces = name.startswith("reduce")
-    return Exchange(name=name, reduces=reduces, world=world, items=tuple(items))
+def _exchange(name: str, world: int, items: list[Item], swaps: bool) -> Exchange:
+    reduces = name.startswith("reduce") and not swaps
+    return Exchange(
+        name=name, reduces=reduces, world=world, items=tuple(items), swaps=swaps
+    )

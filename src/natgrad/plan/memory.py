@@ -76,7 +76,12 @@ def memory_of(plan: Plan, keeps: Keeps) -> list[dict[str, int]]:
     groups: dict[Ranks, dict[str, int]] = {}
     for block in plan.blocks:
         _add(groups, plan.keepers(block.name), "inverses", _inverses(plan, block))
-        _add(groups, plan.workers[block.name], "moments", keeps.moment(block))
+        moment = keeps.moment(block)
+        if moment and block.elementwise and block.cuts:  # as the parameter is cut
+            for rank, row in enumerate(rows):
+                row["moments"] += FLOAT_BYTES * block.held(rank)
+            continue
+        _add(groups, plan.workers[block.name], "moments", moment)
     for ranks, parts in groups.items():
         for rank in ranks:
             for part, elements in parts.items():
@@ -93,7 +98,8 @@ def momentum_of(plan: Plan, *, sharded: bool) -> list[int]:
     elements = [0] * plan.world
     for block in plan.blocks:
         for rank in plan.workers[block.name]:
-            elements[rank] += block.elements
+            cut = block.elementwise and block.cuts
+            elements[rank] += block.held(rank) if cut else block.elements
     return [FLOAT_BYTES * count for count in elements]
 
 

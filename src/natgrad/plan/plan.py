@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from natgrad.plan.exchange import Exchange, derive_exchanges
 from natgrad.plan.memory import Keeps, memory_of
 from natgrad.plan.messages import Message, Wiring
 from natgrad.plan.sequence import sequence, summary
+from natgrad.plan.shards import cut_up
 from natgrad.plan.spec import FLOAT_BYTES, BlockSpec, StatisticSpec
 from natgrad.plan.split import Split, loads_of, split_exchanges, split_large
 from natgrad.plan.strategies import (
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from natgrad.plan.autotune.profile import HardwareProfile
 
-GRADIENTS = ("own", "ddp")
+GRADIENTS = ("own", "ddp", "sharded")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +237,9 @@ def make_plan(
         placement: "longest_first" (by cost) or "round_robin" (the papers').
         norm: Statistic of normalisation layers, when ``model`` is a module.
         costs: A cost model, or measured seconds by statistic name.
-        gradients: "own" if the library reduces gradients, "ddp" if that is done.
+        gradients: "own" if the library reduces gradients, "ddp" if that is done,
+            "sharded" if they arrive averaged and in pieces, as under `fully_shard`:
+            of blocks without ``cuts``, a ``world``-th of the rows on each rank.
         inverse: "eigen" or "factored": what is computed and shared.
         split: At most so many ranks divide the inversion of a factor larger than a
             fair share, where that is faster; 1: none. Needs inverse="factored". Such
@@ -251,7 +254,12 @@ def make_plan(
     if not isinstance(costs, CostModel):
         costs = CostModel(inverse=inverse, measured=costs or {})
     chosen, blocks = find_strategy(strategy), _blocks_of(model, norm)
-    owners, workers = assign(chosen, find_placement(placement), blocks, world, costs)
+    sharded = gradients == "sharded"
+    if sharded:
+        blocks = tuple(b if b.cuts else _cut_by_rows(b, world) for b in blocks)
+    owners, workers = assign(
+        chosen, find_placement(placement), blocks, world, costs, sharded=sharded
+    )
     exchanges = derive_exchanges(
         blocks, owners, workers, world, gradients=gradients, inverse=inverse
     )
@@ -280,6 +288,16 @@ def _require_split(split: int, inverse: str) -> None:
             f"Invalid split={split} with inverse={inverse!r}. Must be 1, or "
             "inverse='factored': an eigendecomposition is not divided by columns."
         )
+
+
+def _cut_by_rows(block: BlockSpec, world: int) -> BlockSpec:
+    """As `fully_shard` cuts a weight, and the bias that is its last column."""
+    if block.elementwise:
+        shapes = [(block.cols,)]
+    else:
+        shapes = [(block.stack * block.rows, block.cols)]
+    cuts = tuple(cut_up(shape, [world], range(world), [0]) for shape in shapes)
+    return replace(block, cuts=cuts)
 
 
 def _blocks_of(

@@ -82,7 +82,8 @@ def reductions(
         _leg(sums, [(s.name, ("backward", s.block)) for s in rest]),
     ]
     legs = [leg for leg in legs if leg.names]
-    if plan.exchanges["reduce_gradients"].items:
+    gradients = plan.exchanges["reduce_gradients"]
+    if gradients.items and not gradients.swaps:  # pieces move in the step, by pairs
         blocks = [b.name for b in reversed(plan.blocks)]
         made = [(name, ("backward", name)) for name in blocks]
         legs.append(_leg("reduce_gradients", made))

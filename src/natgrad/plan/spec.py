@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from natgrad.plan.shards import Cut
+
 FLOAT_BYTES = 4
 # Factors of a layer's inputs and output gradients, and of the weight's own gradient:
 # G^T G on the right and G G^T on the left.
@@ -95,13 +97,19 @@ class StatisticSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """One block. Without statistics it is a plain parameter, not preconditioned."""
+    """One block. Without statistics it is a plain parameter, not preconditioned.
+
+    ``elementwise``: its rule takes each entry alone. ``cuts``: of a sharded model, how
+    each of its parameters is cut; see Note [Pieces] in `shards`.
+    """
 
     name: str
     stack: int
     rows: int
     cols: int
     statistics: tuple[StatisticSpec, ...] = ()
+    elementwise: bool = False
+    cuts: tuple[Cut, ...] = ()
 
     def __post_init__(self) -> None:
         _positive(self.name, stack=self.stack, rows=self.rows, cols=self.cols)
@@ -119,6 +127,10 @@ class BlockSpec:
     def elements(self) -> int:
         """Elements of the block's gradient."""
         return self.stack * self.rows * self.cols
+
+    def held(self, rank: int) -> int:
+        """Elements that a rank has of the parameters of a block that is cut."""
+        return sum(cut.on(rank) for cut in self.cuts)
 
     @cached_property
     def largest(self) -> int:

@@ -12,7 +12,7 @@ import heapq
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from natgrad.plan.cost import CostModel
 from natgrad.plan.spec import BlockSpec, StatisticSpec
@@ -146,8 +146,16 @@ def assign(
     blocks: Sequence[BlockSpec],
     world: int,
     cost: CostModel,
+    *,
+    sharded: bool = False,
 ) -> tuple[dict[str, int], dict[str, Ranks]]:
-    """Owners (statistic name to rank) and workers (block name to sorted ranks)."""
+    """Owners (statistic name to rank) and workers (block name to sorted ranks).
+
+    ``sharded``: ranks have parameters in pieces. One worker has the whole matrix then,
+    whatever the strategy; all work on their pieces of what is elementwise.
+    """
+    if sharded:
+        strategy = replace(strategy, fraction=0.0, shard_plain=True)
     columns = grid(world, strategy.workers(world))
     layers = [block for block in blocks if block.statistics]
     homes = _columns_of(layers, columns, placement, cost)
@@ -157,9 +165,11 @@ def assign(
     for home, ranks in enumerate(columns):
         mine = [b for b, h in zip(layers, homes, strict=True) if h == home]
         owners |= _owners_in(ranks, mine, placement, cost, loads)
-    plain = [block for block in blocks if not block.statistics]
+    stay = [block for block in blocks if sharded and block.elementwise]
+    held = {block.name for block in (*layers, *stay)}
+    plain = [block for block in blocks if block.name not in held]
     workers |= _plain_workers(strategy, placement, plain, layers, workers, world)
-    return owners, workers
+    return owners, workers | {b.name: tuple(range(world)) for b in stay}
 
 
 def _columns_of(

@@ -94,6 +94,11 @@ class Tuner:
     def __init__(
         self, engine: "Engine", options: "Options", damping: Lambda | None
     ) -> None:
+        if engine.sharded:
+            raise ValueError(
+                'Invalid "auto" for a sharded model: the quadratic model needs whole '
+                "weights. Must be numbers."
+            )
         self._engine, self._options, self._damping = engine, options, damping
         self.finds_lr = options.lr == AUTO
         self.finds_momentum = options.momentum == AUTO

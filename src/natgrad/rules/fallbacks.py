@@ -48,7 +48,8 @@ class Adam(Rule):
     def apply(self, x: Matrices) -> Tensor:
         """``rate V / (sqrt(S) + damping rms)``."""
         square = x.moment(x.gradient, self.beta2)
-        return adaptive_scale(x.direction, square, self.damping) * self.rate
+        mean = x.mean(square)
+        return adaptive_scale(x.direction, square, self.damping, mean) * self.rate
 
 
 def is_fallback(rule: Rule) -> bool:

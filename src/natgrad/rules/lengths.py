@@ -24,6 +24,7 @@ from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.precondition import kl_scale
 from natgrad.math.rules import LEAST_ROW, fading, moving_part, trust_ratio
+from natgrad.math.shards import local
 from natgrad.requiring import require_choice, require_number
 
 RUNAWAY = 100.0
@@ -57,15 +58,31 @@ class References:
 
     def __init__(self) -> None:
         self.states: dict[str, Reference] = {}
+        self.total: Callable[[Tensor], Tensor] | None = None
         self._warned = False
+        self.last_grown: dict[str, float] = {}
+
+    def whole(self, norms: Tensor) -> Tensor:
+        """Norms of whole weights, from those of what each rank has of them.
+
+        ``total`` sums over ranks if weights are cut; all ranks then ask for the same.
+        """
+        if self.total is None:
+            return norms
+        return self.total(norms.double().square()).sqrt().to(norms)
+
+    def weight_norms(self, blocks: Sequence[Block], like: Tensor) -> Tensor:
+        """Of each block's weight and bias together, whoever works on the block."""
+        return self.whole(weight_norms(blocks, like))
 
     def begin(self, blocks: Sequence[Block], like: Tensor) -> None:
         """Note the norms of weights that are not known yet, in the first step all."""
         new = [b for b in blocks if b.name not in self.states and has_reference(b)]
         if new:
-            alone = foreach.norms([b.parameters[0].detach() for b in new])
+            alone = foreach.norms([local(b.parameters[0]).detach() for b in new])
             usual = like.new_tensor([usual_norm(b) for b in new])
-            norms, some = weight_norms(new, like), stacked(alone, like) > 0
+            norms = self.weight_norms(new, like)
+            some = self.whole(stacked(alone, like)) > 0
             starts = torch.where(some, norms, usual)
             for block, start in zip(new, starts.unbind(), strict=True):
                 self.states[block.name] = Reference(start=start)
@@ -96,18 +113,22 @@ class References:
             return {}
         starts = stacked([self.states[b.name].start for b in known], like)
         least = like.new_tensor([LEAST_ROW * rows_of(b) ** 0.5 for b in known])
-        found = weight_norms(known, like) / torch.maximum(starts, least)
+        found = self.weight_norms(known, like) / torch.maximum(starts, least)
         numbers: list[float] = found.tolist()
         ratios = dict(zip([b.name for b in known], numbers, strict=True))
         return {name: x for name, x in ratios.items() if not x <= RUNAWAY}
 
-    def watch(self, step: int, blocks: Sequence[Block], like: Tensor) -> None:
+    def watch(
+        self, step: int, blocks: Sequence[Block], like: Tensor, *, warn: bool
+    ) -> None:
         """Warn once, when a weight runs away; looks every 100 steps."""
-        if self._warned or (step + 1) % LOOK_EVERY:
+        if (self._warned and self.total is None) or (step + 1) % LOOK_EVERY:
             return
-        grown = self.grown(blocks, like)
+        grown = self.last_grown = self.grown(blocks, like)
+        warn = warn and not self._warned
         if grown:
             self._warned = True
+        if grown and warn:
             worst = max(grown, key=lambda name: grown[name])
             warnings.warn(
                 f"The weight of {worst} has {grown[worst]:.3g} times the norm that it "
@@ -161,12 +182,9 @@ def rows_of(block: Block) -> int:
 
 
 def weight_norms(blocks: Sequence[Block], like: Tensor) -> Tensor:
-    """Of each block's weight and bias together.
-
-    Each rank has the whole weight, whoever works on the block.
-    """
-    weights = foreach.norms([b.parameters[0].detach() for b in blocks])
-    biases = [b.parameters[-1].detach() for b in blocks if len(b.parameters) > 1]
+    """Of what this rank has of each block's weight and bias together."""
+    weights = foreach.norms([local(b.parameters[0]).detach() for b in blocks])
+    biases = [local(b.parameters[-1]).detach() for b in blocks if len(b.parameters) > 1]
     found = iter(foreach.norms(biases) if biases else [])
     zero = like.new_zeros(())
     bias = [next(found) if len(b.parameters) > 1 else zero for b in blocks]
@@ -195,6 +213,9 @@ class Sight:
         growth: of updates, the logarithm of how much more curvature there is along them
             than the inverses knew, by name; of factors that this rank owns.
         references: what lengths are measured by.
+        whole: of norms ``(k, blocks)`` of what this rank has, those of whole tensors:
+            ranks have pieces of some blocks of a sharded model. Collective, with the
+            names of the blocks.
     """
 
     blocks: Mapping[str, Block]
@@ -207,6 +228,7 @@ class Sight:
     noise: Mapping[str, float]
     growth: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     references: References
+    whole: Callable[[Sequence[str], Tensor], Tensor]
 
 
 class Length:
@@ -304,17 +326,32 @@ class LayerTrust(Length):
             return updates
         chosen = [updates[name] for name in names]
         gradients = [sight.gradients[name] for name in names]
-        sizes = stacked(foreach.norms(chosen), sight.like)
-        peaks = stacked(foreach.peaks(gradients), sight.like)
+        sizes, peaks, strengths, lengths = self._seen(chosen, gradients, names, sight)
         counts = _vector(tuple(rows[n] for n in names), sizes.dtype, sizes.device)
         norms, shares = self._norms(chosen, names, sight)
         ratios = trust_ratio(norms, sizes, counts * shares)
         if self.memory is not None:
-            ratios = ratios * self._fading(gradients, names, sight)
+            ratios = ratios * self._fading(strengths, lengths, names, sight)
         ratios = torch.where(peaks > 0, ratios, 0.0)
         factors = [r.to(u) for r, u in zip(ratios.unbind(), chosen, strict=True)]
         scaled = foreach.multiplied(chosen, factors)
         return updates | dict(zip(names, scaled, strict=True))
+
+    def _seen(
+        self,
+        updates: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        names: Sequence[str],
+        sight: Sight,
+    ) -> Sequence[Tensor]:
+        """Norms of updates, peaks and norms of gradients, norms of directions."""
+        found = [foreach.norms(updates), foreach.peaks(gradients)]
+        if self.memory is not None:
+            directions = [sight.directions[name] for name in names]
+            found += [foreach.norms(gradients), foreach.norms(directions)]
+        rows = torch.stack([stacked(numbers, sight.like) for numbers in found])
+        rows = sight.whole(names, rows).unbind()
+        return (*rows, *rows)[:4]
 
     def _norms(
         self, updates: Sequence[Tensor], names: Sequence[str], sight: Sight
@@ -323,73 +360,27 @@ class LayerTrust(Length):
         blocks, like = [sight.blocks[name] for name in names], sight.like
         shares = [like.new_ones(())] * len(blocks)
         if self.reference == "now":
-            norms = list(weight_norms(blocks, like).unbind())
+            norms = list(sight.references.weight_norms(blocks, like).unbind())
         else:
             norms = [sight.references.states[name].start for name in names]
         for i, (b, update) in enumerate(zip(blocks, updates, strict=True)):
             if b.is_table:
-                weight = b.fold([b.parameters[0].detach()])
+                # the share is the update's alone; of a weight ranks may have pieces
+                now = self.reference == "now"
+                weight = b.fold([b.parameters[0].detach()]) if now else update
                 moving, shares[i] = moving_part(weight, update)
                 # of rows that were not looked at when training began, the usual norm
                 past = norms[i] * shares[i].sqrt()
-                norms[i] = moving if self.reference == "now" else past
+                norms[i] = moving if now else past
         return stacked(norms, like), stacked(shares, like)
 
     def _fading(
-        self, gradients: Sequence[Tensor], names: Sequence[str], sight: Sight
+        self, sizes: Tensor, lengths: Tensor, names: Sequence[str], sight: Sight
     ) -> Tensor:
         assert self.memory is not None
-        sizes = stacked(foreach.norms(gradients), sight.like)
         usual = sight.references.usual(names, sizes, self.memory)
         noise = tuple(sight.noise.get(name, 1.0) for name in names)
-        directions = [sight.directions[name] for name in names]
-        lengths = stacked(foreach.norms(directions), sight.like)
         return fading(lengths, usual, _vector(noise, usual.dtype, usual.device))
-
-
-Adjust = Literal["original", "match_rms_adamw"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MuonLength(Length):
-    """A length by the shape of the matrix, as Muon has it, whatever the weight's norm.
-
-    Attributes:
-        adjust: as in `torch.optim.Muon`: ``"original"`` multiplies an update
-            ``(m, n)`` by ``sqrt(max(1, m / n))``, ``"match_rms_adamw"`` by
-            ``0.2 sqrt(max(m, n))``, so that AdamW's learning rates fit.
-        normalise: first give the update the norm ``sqrt(min(m, n))`` of an orthogonal
-            matrix, so that any rule has Muon's length.
-    """
-
-    adjust: Adjust = "original"
-    normalise: bool = True
-
-    def __post_init__(self) -> None:
-        require_choice("adjust", self.adjust, get_args(Adjust))
-
-    def scaled(self, updates: dict[str, Tensor], sight: Sight) -> dict[str, Tensor]:
-        """``u sqrt(s min(m, n)) / |u|`` times the factor of the shape."""
-        names = [name for name in updates if sight.blocks[name].is_factored]
-        if not names:
-            return updates
-        chosen = [updates[name] for name in names]
-        factors = [sight.like.new_tensor(self._factor(u)) for u in chosen]
-        if self.normalise:
-            sizes = foreach.norms(chosen)
-            factors = [
-                torch.where(size > 0, (math.sqrt(len(u) * min(u.shape[1:])) * f), 0.0)
-                / torch.where(size > 0, size, 1.0)
-                for u, f, size in zip(chosen, factors, sizes, strict=True)
-            ]
-        scaled = foreach.multiplied(chosen, factors)
-        return updates | dict(zip(names, scaled, strict=True))
-
-    def _factor(self, update: Tensor) -> float:
-        rows, cols = update.shape[1:]
-        if self.adjust == "original":
-            return math.sqrt(max(1.0, rows / cols))
-        return 0.2 * math.sqrt(max(rows, cols))
 
 
 @lru_cache(maxsize=64)

@@ -18,9 +18,10 @@ from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.precondition import rescale_factor
 from natgrad.math.rules import averaged_noise
+from natgrad.math.shards import local
 from natgrad.math.statistics import widen
 from natgrad.requiring import require_choice
-from natgrad.rules.lengths import References, weight_norms
+from natgrad.rules.lengths import References
 
 VELOCITY, MASS = "velocity", "mass"
 
@@ -47,8 +48,18 @@ class Average:
             entry[VELOCITY] = torch.zeros_like(like)
             if self.keeps_mass:
                 entry[MASS] = 0.0
-        entry[VELOCITY] = entry[VELOCITY].to(like)  # the model may have been converted
-        return entry[VELOCITY]
+        # the model may have been converted
+        entry[VELOCITY] = entry[VELOCITY].to(like.device, like.dtype)
+        return local(entry[VELOCITY])
+
+    def keep_whole(self, state: State, p: Tensor, like: Tensor) -> None:
+        """Keep the velocity of a parameter that is cut on the rank that works on it.
+
+        ``like`` is a whole tensor of the parameter's shape.
+        """
+        if VELOCITY not in state[p]:
+            state[p] |= {VELOCITY: torch.zeros_like(like, dtype=widen(p).dtype)}
+            state[p] |= {MASS: 0.0} if self.keeps_mass else {}
 
     def directions(
         self,
@@ -98,6 +109,7 @@ class AverageUpdates(Average):
         velocity = [self.velocity(state, p) for p in params]
         foreach.scale_(velocity, momentum)
         foreach.add_(velocity, updates, -lr)
+        params = [local(p) for p in params]
         if self.nesterov:
             foreach.add_(params, velocity, momentum)
             foreach.add_(params, updates, -lr)
@@ -152,7 +164,7 @@ class AverageGradients(Average):
         momentum: float,
     ) -> None:
         """``w <- w - lr u``."""
-        foreach.add_(params, updates, -lr)
+        foreach.add_([local(p) for p in params], updates, -lr)
 
 
 Change = tuple[Tensor, Tensor]
@@ -214,13 +226,14 @@ class Rescaled(Decay):
     def rescaled(self, blocks: Sequence[Block], references: References) -> list[Change]:
         """Bring the weights of linear and convolution layers to that norm."""
         blocks = [b for b in blocks if b.kind is not None and b.kind.rescaled]
-        weights: list[Tensor] = [b.parameters[0].detach() for b in blocks]
+        weights = [local(b.parameters[0]).detach() for b in blocks]
         if not weights:
             return []
         before = [w.clone() for w in weights]
+        norms = references.whole(torch.stack(foreach.norms(weights))).unbind()
         factors = [
             rescale_factor(norm, b.spec.stack * b.spec.rows)
-            for b, norm in zip(blocks, foreach.norms(weights), strict=True)
+            for b, norm in zip(blocks, norms, strict=True)
         ]
         foreach.multiply_(weights, factors)
         changes = foreach.subtract(weights, before)
@@ -244,9 +257,9 @@ class FixedNorm(Decay):
         if not known:
             return []
         starts = [references.states[b.name].start for b in known]
-        now = weight_norms(known, starts[0])
+        now = references.weight_norms(known, starts[0])
         ratios = torch.where(now > 0, torch.stack(starts) / now, 1.0).unbind()
-        params = [p.detach() for b in known for p in b.parameters]
+        params = [local(p).detach() for b in known for p in b.parameters]
         factors = [r for r, b in zip(ratios, known, strict=True) for _ in b.parameters]
         before = [p.clone() for p in params]
         foreach.multiply_(params, factors)

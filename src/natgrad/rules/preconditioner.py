@@ -1,7 +1,7 @@
 """Applies every block's rule, to blocks of equal shape together."""
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from natgrad.layers import Block
 from natgrad.math.inverse import Inverse
 from natgrad.math.precondition import descending
+from natgrad.math.rules import mean_of_entries
 from natgrad.rules.fallbacks import Plain
 from natgrad.rules.moments import Bases, Moments, is_replaced, moved
 from natgrad.rules.rule import Matrices
@@ -73,7 +74,9 @@ class Preconditioner:
         workers = tuple(self.statistics.plan.workers[block.name])
         # All moments of a group have the same bias.
         steps = self.moments.steps(block.name) if block.rule.adapts else 0
-        return block.rule, block.shape, tuple(sides), workers, steps
+        # What is cut has the same group on all ranks, which ask for its mean together.
+        cuts = [(c.shape, c.pieces[0].sizes) for c in block.spec.cuts if block.is_cut]
+        return block.rule, block.shape, tuple(sides), workers, steps, *cuts
 
     def _seen(
         self,
@@ -96,7 +99,20 @@ class Preconditioner:
             damping=self.statistics.damping_of(group[0]),
             curvature=self._curvature(group) if rule.corrects else None,
             moment=partial(self.moments.update, names),
+            mean=self._mean(group[0]),
         )
+
+    def _mean(self, block: Block) -> Callable[[Tensor], Tensor]:
+        """Over all entries: of a block that is cut, those of all ranks."""
+        comm, count = self.statistics.comm, block.spec.elements
+        if comm.world == 1 or not (block.spec.elementwise and block.spec.cuts):
+            return mean_of_entries
+
+        def mean(x: Tensor) -> Tensor:
+            sums = x.sum((1, 2), dtype=torch.float64)
+            return (comm.agree(sums) / count).to(x).reshape(-1, 1, 1)
+
+        return mean
 
     def _curvature(self, group: list[Block]) -> Tensor | None:
         states = [self.statistics.states[f"{block.name}/S"] for block in group]

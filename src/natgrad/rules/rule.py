@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, get_args
 from torch import Tensor
 
 from natgrad.math.inverse import Inverse
+from natgrad.math.rules import mean_of_entries
 from natgrad.requiring import require_choice
 
 Sides = Literal["both", "inputs", "outputs", "none"]
@@ -39,6 +40,8 @@ class Matrices:
             eigenbases, for a rule that asks for it (`Rule.corrects`).
         moment: adds the squares of a tensor of the rule's `Rule.moment_shape`, of k
             matrices, to running averages with a decay; returns those without bias.
+        mean: the mean ``(k s, 1, 1)`` over the entries of each, also of entries that
+            other ranks of a sharded model have.
     """
 
     direction: Tensor
@@ -50,6 +53,7 @@ class Matrices:
     damping: float
     curvature: Tensor | None
     moment: Callable[[Tensor, float], Tensor]
+    mean: Callable[[Tensor], Tensor] = mean_of_entries
 
     @property
     def bases(self) -> tuple[Tensor, Tensor]:

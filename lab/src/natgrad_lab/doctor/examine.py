@@ -219,7 +219,9 @@ def speed(world: World) -> list[Finding]:
     text = ", ".join(
         f"rank {r} is {ratio:.1f} times slower" for r, ratio in slow.items()
     )
-    return [Finding(check="speed", good=not slow, detail=text or "ranks are alike")]
+    return [
+        Finding(check="speed", good=not slow, detail=text or "ranks are equally fast")
+    ]
 
 
 def late(world: World) -> list[Finding]:

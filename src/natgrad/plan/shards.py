@@ -1,0 +1,187 @@
+"""Parameters of which each rank has a part: their way to workers, and updates' back.
+
+Note [Pieces]
+Under `fully_shard` a gradient arrives averaged, cut into boxes: each rank has one, or
+none where there are more ranks than rows. A rule needs the whole matrix, so the boxes,
+*pieces*, of its gradient go to the matrix's worker, and those of its update go back to
+the ranks that hold them. Both are an exchange of items, one for each piece; what many
+pairs of ranks have for each other leaves together, in all-to-alls. A parameter whose
+rule takes each entry alone (Adam, Plain) stays where it is: every rank works on its
+piece, and nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from natgrad.plan.exchange import Exchange, Item
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box of a parameter, and the ranks that hold it: several where it is copied."""
+
+    ranks: Ranks
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many the box has."""
+        return prod(self.sizes)
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Where it is in the whole parameter."""
+        pairs = zip(self.offsets, self.sizes, strict=True)
+        return tuple(slice(start, start + size) for start, size in pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A parameter of this shape in pieces; empty ones are left out."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def on(self, rank: int) -> int:
+        """Elements that a rank has of it."""
+        return sum(p.elements for p in self.pieces if rank in p.ranks)
+
+
+def cut_up(
+    shape: Sequence[int], mesh: Sequence[int], ranks: Sequence[int], dims: Sequence[int]
+) -> Cut:
+    """A parameter as `torch.chunk` cuts it, along each axis of a mesh in turn.
+
+    Args:
+        shape: the parameter's.
+        mesh: how many ranks each axis has.
+        ranks: all of them, the last axis running fastest.
+        dims: for each axis the dim that it cuts; -1: each rank of it has a copy.
+    """
+    held: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for rank, place in zip(ranks, product(*map(range, mesh)), strict=True):
+        offsets, sizes = [0] * len(shape), list(shape)
+        for i, (dim, count) in enumerate(zip(dims, mesh, strict=True)):
+            if dim >= 0:
+                each = -(-sizes[dim] // count)
+                start = min(sizes[dim], place[i] * each)
+                offsets[dim] += start
+                sizes[dim] = min(each, sizes[dim] - start)
+        held.setdefault((tuple(offsets), tuple(sizes)), []).append(rank)
+    pieces = (
+        Piece(ranks=tuple(sorted(who)), offsets=box[0], sizes=box[1])
+        for box, who in held.items()
+        if prod(box[1])
+    )
+    return Cut(shape=tuple(shape), pieces=tuple(pieces))
+
+
+def piece_name(block: str, parameter: int, piece: int) -> str:
+    """What an item is called that is a piece of a block's first or second parameter."""
+    return f"{block}#{parameter}.{piece}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """An item from one rank to another."""
+
+    name: str
+    elements: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True)
+class Crate:
+    """Moves that one all-to-all makes."""
+
+    moves: tuple[Move, ...]
+    world: int
+
+    def sent_by(self, rank: int) -> list[Move]:
+        """What a rank hands over, in the order of its buffer."""
+        mine = (m for m in self.moves if m.source == rank)
+        return sorted(mine, key=lambda m: m.destination)
+
+    def got_by(self, rank: int) -> list[Move]:
+        """What a rank gets, in the order of its buffer."""
+        mine = (m for m in self.moves if m.destination == rank)
+        return sorted(mine, key=lambda m: m.source)
+
+    @cached_property
+    def _flows(self) -> dict[tuple[int, int], int]:
+        found: dict[tuple[int, int], int] = {}
+        for m in self.moves:
+            pair = m.source, m.destination
+            found[pair] = found.get(pair, 0) + m.elements
+        return found
+
+    def splits(self, rank: int) -> tuple[list[int], list[int]]:
+        """Elements to each rank, and from each."""
+        everyone = range(self.world)
+        to = [self._flows.get((rank, other), 0) for other in everyone]
+        return to, [self._flows.get((other, rank), 0) for other in everyone]
+
+    def volume(self, rank: int) -> tuple[int, int]:
+        """Elements that a rank sends and receives, as in `natgrad.plan.exchange`."""
+        sent = {m.name: m.elements for m in self.moves if m.source == rank}
+        return sum(sent.values()), sum(self.splits(rank)[1])
+
+
+def make_crates(
+    exchange: Exchange, names: Iterable[str], limit: int
+) -> tuple[Crate, ...]:
+    """The named items in order, in all-to-alls of at most ``limit`` elements a rank.
+
+    Or of one item. The ranks together may send that much for each of them.
+    """
+    crates: list[Crate] = []
+    held: list[Move] = []
+    size, most = 0, max(1, limit) * exchange.world
+    for item in exchange.select(names):
+        moves = _moves(item)
+        more = sum(m.elements for m in moves)
+        if held and size + more > most:
+            crates.append(Crate(tuple(held), exchange.world))
+            held, size = [], 0
+        held += moves
+        size += more
+    return (*crates, Crate(tuple(held), exchange.world)) if held else tuple(crates)
+
+
+def _moves(item: Item) -> list[Move]:
+    return [
+        Move(
+            name=item.name, elements=item.elements, source=source, destination=receiver
+        )
+        for source, receivers in item.legs
+        for receiver in receivers
+    ]
+
+
+def covers(cut: Cut) -> bool:
+    """Whether the pieces are the whole parameter, each entry once."""
+    if sum(p.elements for p in cut.pieces) != prod(cut.shape):
+        return False
+    corners = [(p.offsets, p.sizes) for p in cut.pieces]
+    return not any(
+        _overlap(a, b) for i, a in enumerate(corners) for b in corners[i + 1 :]
+    )
+
+
+def _overlap(
+    a: tuple[tuple[int, ...], tuple[int, ...]],
+    b: tuple[tuple[int, ...], tuple[int, ...]],
+) -> bool:
+    dims = zip(*a, *b, strict=True)
+    return all(s < t + m and t < s + n for s, n, t, m in dims)
