@@ -278,7 +278,7 @@ class Engine(Machinery):
     ) -> None:
         """Stage 5: every rank gets the weights that another rank has updated.
 
-        In half precision their changes instead, which all ranks add, rounded equal: a
+        In half precision their changes instead, which all ranks add, rounded equally: a
         rounded weight would swallow the changes that are smaller than its last bit.
         Of parameters that another optimizer has, the mean gradient.
         """
