@@ -21,7 +21,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LONGEST = 60
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-PROCESSES = ("distributed", "distributed --kfac", "accumulation")
+PROCESSES = ("distributed", "distributed --kfac", "accumulation", "sharded_gpt")
 ARGUMENTS = {"compiled": ["aot_eager"]}  # the compiler's own backend takes a minute
 TUNED = ("autoencoder", "picture", "poisson")
 """Regressions: they print a loss, or decibels, and take a number of steps."""
@@ -44,6 +44,7 @@ def test_there_is_one_for_each_way_to_train() -> None:
         "picture",
         "plain_loop",
         "poisson",
+        "sharded_gpt",
         "spngd_digits",
         "timm_style",
         "torchtitan_style",
