@@ -38,11 +38,12 @@ def find_shards(model: nn.Module, blocks: Sequence[Block], group: Any) -> bool:
                     "sharded as well: call fully_shard on the whole model last, or "
                     "leave the parameter to another optimizer."
                 )
+            at: Any = p
             if id(p) not in fully or not _is_data_parallel(p):
                 raise TypeError(
-                    f"{names[id(p)]} is placed as {p.placements} on a mesh of shape "
-                    f"{tuple(p.device_mesh.mesh.shape)}. Must be as fully_shard places "
-                    "a parameter on a mesh of one axis: tensor parallelism and HSDP "
+                    f"{names[id(p)]} is placed as {at.placements} on a mesh of shape "
+                    f"{tuple(at.device_mesh.mesh.shape)}. Must be as fully_shard "
+                    "places a parameter on a mesh of one axis: tensor parallelism and HSDP "
                     "are not supported."
                 )
         cuts = tuple(read_cut(names[id(p)], p, ranks) for p in block.parameters)
