@@ -43,8 +43,8 @@ def find_shards(model: nn.Module, blocks: Sequence[Block], group: Any) -> bool:
                 raise TypeError(
                     f"{names[id(p)]} is placed as {at.placements} on a mesh of shape "
                     f"{tuple(at.device_mesh.mesh.shape)}. Must be as fully_shard "
-                    "places a parameter on a mesh of one axis: tensor parallelism and HSDP "
-                    "are not supported."
+                    "places a parameter on a mesh of one axis: tensor parallelism "
+                    "and HSDP are not supported."
                 )
         cuts = tuple(read_cut(names[id(p)], p, ranks) for p in block.parameters)
         block.spec = replace(block.spec, cuts=cuts)
