@@ -197,9 +197,13 @@ class Communicator:
             key = SWAP, self._everyone
             return self._links.all_to_all(key, got, given, of, to)
 
-    def agree(self, vector: Tensor) -> Tensor:
-        """The sum of a small vector over all ranks, on all ranks."""
-        return self._everywhere(AGREE, vector.clone(), dist.ReduceOp.SUM)()
+    def agree(self, vector: Tensor, copies: int = 1) -> Tensor:
+        """The sum of a small vector over all ranks, on all ranks.
+
+        Of what so many ranks have copies of, each copy counts by its part.
+        """
+        total = self._everywhere(AGREE, vector.clone(), dist.ReduceOp.SUM)()
+        return total if copies == 1 else total / copies
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """``x`` of one rank, on all ranks; the others give a tensor to fill."""

@@ -43,17 +43,23 @@ def find_shards(model: nn.Module, blocks: Sequence[Block], group: Any) -> bool:
                 raise TypeError(
                     f"{names[id(p)]} is placed as {at.placements} on a mesh of shape "
                     f"{tuple(at.device_mesh.mesh.shape)}. Must be as fully_shard "
-                    "places a parameter on a mesh of one axis: tensor parallelism "
-                    "and HSDP are not supported."
+                    "places a whole parameter: tensor parallelism is not supported."
                 )
         cuts = tuple(read_cut(names[id(p)], p, ranks) for p in block.parameters)
         block.spec = replace(block.spec, cuts=cuts)
+    copies = {b.spec.copies for b in blocks if b.spec.cuts}
+    if len(copies) > 1:
+        raise TypeError(
+            f"Parameters are held by {sorted(copies)} ranks each. Must be one number "
+            "for all: call fully_shard with the same mesh everywhere."
+        )
     return True
 
 
 def _is_data_parallel(p: Any) -> bool:
-    """Whether the mesh has one axis, which cuts the parameter."""
-    return [type(placement).__name__ for placement in p.placements] == ["Shard"]
+    """Whether one axis of the mesh cuts a parameter; another may have copies of it."""
+    *copied, cut = [type(placement).__name__ for placement in p.placements]
+    return cut == "Shard" and all(name == "Replicate" for name in copied)
 
 
 def read_cut(name: str, p: Any, ranks: Ranks) -> Cut:

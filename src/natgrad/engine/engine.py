@@ -237,7 +237,8 @@ class Engine(Machinery):
         if self.comm.world == 1 or not cut:
             return norms
         parts = norms[:, cut]
-        found = self._total(parts.double().square().flatten()).sqrt().to(norms)
+        squares = parts.double().square().flatten()
+        found = self.comm.agree(squares, self.copies).sqrt().to(norms)
         return norms.index_copy(1, norms.new_tensor(cut).long(), found.view_as(parts))
 
     def share(

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class Machinery(ABC):
         self.sharded = find_shards(self.model, self.blocks, group)
         if self.sharded:
             refuse_sharded(options, self.parts)
+        self.copies = max((b.spec.copies for b in self.blocks), default=1)
         self.like = statistics_like(self.blocks)
         updates = list(dict.fromkeys(self.parts.values()))
         self._replicas = Replicas(self.model, options, updates, optimizer)
@@ -120,7 +122,8 @@ class Machinery(ABC):
         self.shards: Shards | None = None
         if self.sharded:
             self.shards = Shards(self.blocks, self.comm, self.like)
-            self.references.total = self.comm.agree if self.comm.world > 1 else None
+            if self.comm.world > 1:
+                self.references.total = partial(self.comm.agree, copies=self.copies)
         self.capture = self._watch(grad_scaler)
         self._may_be_wrapped = follows_ddp and self.own_gradients
         self.calls: dict[str, int] = {}

@@ -133,6 +133,12 @@ class BlockSpec:
         return sum(cut.on(rank) for cut in self.cuts)
 
     @cached_property
+    def copies(self) -> int:
+        """How many ranks hold each of its pieces: what a sum over all ranks counts."""
+        pieces = (piece for cut in self.cuts for piece in cut.pieces)
+        return max((len(piece.ranks) for piece in pieces), default=1)
+
+    @cached_property
     def largest(self) -> int:
         """Rows of the largest factor from activations; 1 without any."""
         sizes = (s.size for s in self.statistics if s.kind in ACTIVATIONS)

@@ -110,7 +110,8 @@ class Preconditioner:
 
         def mean(x: Tensor) -> Tensor:
             sums = x.sum((1, 2), dtype=torch.float64)
-            return (comm.agree(sums) / count).to(x).reshape(-1, 1, 1)
+            total = comm.agree(sums, block.spec.copies)
+            return (total / count).to(x).reshape(-1, 1, 1)
 
         return mean
 

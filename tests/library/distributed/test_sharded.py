@@ -71,6 +71,7 @@ class Case:
     clip: bool = False
     scaler: bool = False
     recomputes: bool = False
+    replicas: int = 1
     dtype: torch.dtype = torch.float64
     bound: float = 1e-10
 
@@ -89,6 +90,10 @@ CASES = {
     "groups": Case("groups", wrap="blocks", steps=5),
     "muon": Case("muon", wrap="whole", steps=5),
     "shampoo": Case("shampoo", wrap="whole", steps=5),
+    "replicas, polar": Case("polar", wrap="blocks", replicas=2),
+    "replicas, spngd": Case("spngd", wrap="blocks", replicas=2),
+    "replicas, kfac": Case("kfac", wrap="whole", replicas=2),
+    "replicas, rescaled": Case("rescaled", wrap="whole", steps=5, replicas=2),
     "float32": Case("polar", wrap="whole", steps=1, dtype=torch.float32, bound=1e-5),
     "float32, long": Case("spngd", wrap="whole", dtype=torch.float32, bound=1e-3),
 }
@@ -233,6 +238,10 @@ def every_case(rank: int, world: int, names: list[str]) -> Any:
         case = CASES[name]
         model = build(case.dtype, case.recomputes)
         options: dict[str, Any] = {"reshard_after_forward": case.reshard}
+        if case.replicas > 1:
+            shape = case.replicas, world // case.replicas
+            names_of = "replicate", "shard"
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names_of)
         shard(model, case.wrap, **options)
         with closing(run(case, model, rank, world)) as own:
             own.engine.plan.check()
@@ -251,7 +260,10 @@ def one_process(case: Case) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_sharded_training_is_that_of_one_process(world: int) -> None:
-    names = list(CASES) if world < 4 else ["polar", "spngd", "kfac", "shampoo"]
+    names = [name for name, case in CASES.items() if case.replicas == 1]
+    if world == 4:
+        copies = [name for name, case in CASES.items() if case.replicas > 1]
+        names = ["polar", "spngd", "kfac", "shampoo", *copies]
     results = run_world(world, every_case, world, names, timeout=400)
     for name in names:
         case = CASES[name]
@@ -342,8 +354,11 @@ def refusals(rank: int, world: int) -> list[str]:
     parallelize_module(parallel, mesh, {"body.0": RowwiseParallel()})
     only = [{"params": [("weight", parallel.body[0].weight)]}]
     refused(TypeError, lambda: natgrad.Polar(parallel, only))
-    copied = init_device_mesh("cpu", (1, world), mesh_dim_names=("replicate", "shard"))
-    refused(TypeError, lambda: natgrad.Polar(shard(build(), mesh=copied)))
+    mixed = build()
+    copied = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(mixed.body, mesh=copied)
+    fully_shard(mixed)
+    refused(TypeError, lambda: natgrad.Polar(mixed))
     tuned = shard(build())
     host = torch.optim.SGD(tuned.parameters(), lr=0.1)
     refused(ValueError, lambda: natgrad.KFAC(tuned, host, damping="auto"))
@@ -387,7 +402,7 @@ def test_a_step_gathers_nothing_and_what_cannot_be_sharded_is_said() -> None:
         "is whole on every rank",
         "is whole on every rank",
         "tensor parallelism",
-        "HSDP",
+        "the same mesh",
         '"auto"',
         "watch",
     ]
