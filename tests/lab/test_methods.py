@@ -256,3 +256,23 @@ def test_flags_call_parts_what_the_library_does() -> None:
     for name, kinds in known.items():
         words, _ = get_args(hints[name])
         assert set(get_args(words)) == set(kinds)
+
+
+def test_how_processes_exchange_is_reached_from_a_config() -> None:
+    config = TrainConfig(
+        curvature=CurvatureConfig(
+            wire="bfloat16",
+            half=("reduce_statistics",),
+            bucket_mib=0.5,
+            hierarchical="no",
+        )
+    )
+    comm = options_of(config, examples=100).comm
+    assert (comm.precision, comm.half) == (torch.bfloat16, ("reduce_statistics",))
+    assert (comm.bucket_bytes, comm.hierarchical) == (2**19, False)
+    assert options_of(TrainConfig(), examples=100).comm.precision is None
+    with pytest.raises(ValueError, match=r"curvature.half=.*curvature.wire"):
+        CurvatureConfig(half=("share_updates",))
+    wrong = TrainConfig(curvature=CurvatureConfig(wire="float16", half=("updates",)))
+    with pytest.raises(ValueError, match=r"half=\('updates',\).*reduce_statistics"):
+        options_of(wrong, examples=100)

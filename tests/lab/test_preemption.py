@@ -33,7 +33,7 @@ RECIPES = (
     "ma2019-kfac-128",
     "pauloski2020-imagenet-resnet50-kfac-x16",
 )
-STEPS, STOP = 6, 3
+STEPS, STOP = 20, 7
 
 
 @pytest.fixture(scope="module")

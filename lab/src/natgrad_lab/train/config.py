@@ -271,6 +271,15 @@ class CurvatureConfig:
     is fastest with."""
     placement: Literal["longest_first", "round_robin"] | None = None
     """How statistics are spread over the ranks."""
+    wire: Literal["float16", "bfloat16"] | None = field(default=None, metadata=LATER)
+    """What is sent in half precision, with several processes; none: float32."""
+    half: tuple[str, ...] = field(default=(), metadata=LATER)
+    """The exchanges that wire is for; none: share_inverses and share_updates."""
+    bucket_mib: float | None = field(default=None, metadata=LATER)
+    """Tensors are sent together up to this many MiB."""
+    hierarchical: Literal["auto", "yes", "no"] = field(default="auto", metadata=LATER)
+    """Reduce within hosts and then between them. auto: if hosts have equally many
+    ranks, more than one."""
 
     def __post_init__(self) -> None:
         for name in ("damping", "kappa", "fallback_rate", "norm_damping_ratio"):
@@ -291,6 +300,10 @@ class CurvatureConfig:
             value = getattr(self, name)
             ok = not isinstance(value, int) or value >= 1
             require(ok, f"curvature.{name}", value, f">= 1, {word} or none")
+        ok = not self.half or self.wire is not None
+        require(ok, "curvature.half", self.half, "none unless curvature.wire is given")
+        size = self.bucket_mib
+        require(size is None or size > 0, "curvature.bucket_mib", size, "> 0")
         ok = self.kappa is None or self.length in (None, "kl_clip")
         legal = "none unless curvature.length is kl_clip"
         require(ok, "curvature.kappa", self.kappa, legal)

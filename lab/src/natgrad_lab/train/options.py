@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from natgrad import KFAC, SPNGD, Adam, CommOptions, EigenAdam, Options, Polar, Rule
 from natgrad_lab.named import (
     AVERAGES,
@@ -53,8 +55,23 @@ def options_of(config: TrainConfig, examples: int) -> Options:
         damping=make_damping(config, examples, start.damping),
         refresh=make_refresh(config, examples, start.refresh),
         skip=c.skip,
-        comm=CommOptions(timeout=config.timeout),
+        comm=_comm(config),
         **fields,
+    )
+
+
+def _comm(config: TrainConfig) -> CommOptions:
+    """How processes exchange what the plan lists."""
+    c = config.curvature
+    known = {"auto": "auto", "yes": True, "no": False}
+    return CommOptions(
+        timeout=config.timeout,
+        hierarchical=known[c.hierarchical],
+        **given(
+            precision=None if c.wire is None else getattr(torch, c.wire),
+            half=c.half or None,
+            bucket_bytes=None if c.bucket_mib is None else int(c.bucket_mib * 2**20),
+        ),
     )
 
 
