@@ -60,7 +60,7 @@ def polar(
     # nearer to it than the norm of x. An entry is 1, so that it is at least 1, or x is
     # zero.
     bound = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True, dtype=x.dtype)
-    scale = bound.sqrt_().clamp_min_(0.5).reciprocal_().to(dtype)
+    scale = bound.clamp_min_(0.25).rsqrt_().to(dtype)
     y, gram = y * scale, gram.mul_(scale.square())
     chosen = quintics(least, steps or usual)
     rows, columns = x.shape[-2:]

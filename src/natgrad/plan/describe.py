@@ -61,16 +61,17 @@ def _splits(plan: Mapping[str, Any], limit: int) -> list[str]:
 def _sequence(plan: Mapping[str, Any], limit: int) -> list[str]:
     rows = plan["sequence"]
     total = sum(row["collectives"] for row in rows)
+    padded = any(row["padding"] for row in rows)
     found = [
         f"{total} collectives of rank 0 in a step that refreshes all, in order",
-        f"{'exchange':<18}{'kind':<16}{'count':>6}{'ranks':>7}{'payload':>12}"
-        f"{'padding':>12}  after",
+        f"{'exchange':<18}{'kind':<14}{'count':>6}{'ranks':>6}{'payload':>11}"
+        + (f"{'padding':>11}  after" if padded else "  after"),
     ]
     for row in rows[:limit]:
-        payload, padding = size_text(row["bytes"]), size_text(row["padding"])
+        padding = f"{size_text(row['padding']):>11}" if padded else ""
         found.append(
-            f"{row['exchange']:<18}{row['kind']:<16}{row['collectives']:>6}"
-            f"{row['ranks']:>7}{payload:>12}{padding:>12}  {row['after']}"
+            f"{row['exchange']:<18}{row['kind']:<14}{row['collectives']:>6}"
+            f"{row['ranks']:>6}{size_text(row['bytes']):>11}{padding}  {row['after']}"
         )
     left = len(rows) - limit
     return [*found, f"({left} more rows are not shown)"] if left > 0 else found

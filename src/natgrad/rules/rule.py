@@ -6,7 +6,7 @@ equal shape are scaled together, as one tensor ``(k s, m, n)``.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
@@ -53,7 +53,8 @@ class Matrices:
     damping: float
     curvature: Tensor | None
     moment: Callable[[Tensor, float], Tensor]
-    mean: Callable[[Tensor], Tensor] = mean_of_entries
+    # by a factory: a function as the class's own attribute would be a method of it
+    mean: Callable[[Tensor], Tensor] = field(default_factory=lambda: mean_of_entries)
 
     @property
     def bases(self) -> tuple[Tensor, Tensor]:

@@ -245,11 +245,16 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what really happened, on whichever rank."""
+    """The first line of what really happened, on whichever rank.
+
+    All lines if the first ends with a colon: the others are what it is about.
+    """
     if isinstance(error, dcp.CheckpointException):
         rank, (inner, _) = next(iter(error.failures.items()))
         if isinstance(inner, CheckpointError):
             return str(inner)
         return f"{_reason(inner)} (rank {rank})"
     lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    count = len(lines) if lines[0].endswith(":") else 1
+    told = " ".join(line.strip() for line in lines[:count])
+    return f"{type(error).__name__}: {told}"
