@@ -18,8 +18,8 @@ does count. If a backward has not come by the step, on whatever rank, the flight
 on all of them, and they send again what they kept. A model that does so once may do it
 in every step, so for the next `HOLD` steps inputs wait for their backward. What a
 forward recomputes inside of a backward waits in any case. When the model's forward ends
-as often as in the last step, all buckets of inputs leave, also those of layers that did
-not run.
+as often as in the last step (not in the first of a process), all buckets of inputs
+leave, also those of layers that did not run.
 """
 
 from collections import Counter
@@ -132,7 +132,8 @@ class StatisticsOutbox:
 
     def __init__(self, comm: Communicator, like: Tensor, overlap: bool) -> None:
         self._comm, self._like, self._overlap = comm, like, overlap
-        self._held, self._forwards, self._usual = 0, 0, 1
+        self._held, self._forwards = 0, 0
+        self._usual: int | None = None  # forwards of the last step, if there was one
         self.open((), {}, ())
 
     @property
@@ -185,7 +186,10 @@ class StatisticsOutbox:
     def forward_ended(self) -> None:
         """See Note [Inputs leave in the forward]."""
         self._forwards += 1
-        if self._inputs is not None and self._overlap and self._forwards >= self._usual:
+        # In a first step nobody knows how many come. A part of a sum that leaves alone
+        # is rounded otherwise, and a run that is resumed would differ in the last bit.
+        known = self._usual is not None and self._forwards >= self._usual
+        if self._inputs is not None and self._overlap and known:
             self._put_waiting()
             self._inputs.close()
 
