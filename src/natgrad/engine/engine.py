@@ -246,8 +246,9 @@ class Engine(Machinery):
         if self.comm.world == 1 or not cut:
             return norms
         parts = norms[:, cut]
-        squares = parts.double().square().flatten()
-        found = self.comm.agree(squares, self.copies).sqrt().to(norms)
+        copies = parts.new_tensor([self.block[names[i]].spec.copies for i in cut])
+        squares = (parts.double().square() / copies).flatten()
+        found = self.comm.agree(squares).sqrt().to(norms)
         return norms.index_copy(1, norms.new_tensor(cut).long(), found.view_as(parts))
 
     def share(
