@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from natgrad_lab import models
 from natgrad_lab.data import Split, TensorSplit
 from natgrad_lab.data import load as load_data
 
 FRACTION = 0.25
-WIDTHS = (16, 64, 64)
+WIDTH = 16
 PUBLISHED_BATCH, IMAGES = 2_000, 50_000
 BIAS_LR, HEAD_LR, WEIGHT_DECAY = 0.053, 0.67, 2e-6
 # Of the rest's rates at another batch, besides the inverse of the batch, which a summed
@@ -33,61 +34,12 @@ WHITENING_EPOCHS = 3
 Data = tuple[Tensor, Tensor]
 
 
-class Whitening(nn.Module):
-    """A frozen 2 x 2 convolution to the eigenvectors of patches and their negatives."""
+class Airbench(models.Airbench):
+    """The network at a quarter of its width."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.zeros(24, 3, 2, 2))
-        self.bias = nn.Parameter(torch.zeros(24))
-
-    @torch.no_grad()
-    def fit(self, images: Tensor, eps: float = 5e-4) -> None:
-        """From normalised images ``(b, 3, 32, 32)``."""
-        patches = F.unfold(images, 2).transpose(1, 2).flatten(0, 1)
-        values, vectors = torch.linalg.eigh(patches.mT @ patches / len(patches))
-        rows = (vectors / (values + eps).sqrt()).mT.reshape(-1, 3, 2, 2)
-        self.get_buffer("weight").copy_(torch.cat((rows, -rows)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(b, 3, 32, 32)`` to ``(b, 24, 31, 31)``."""
-        return F.conv2d(x, self.get_buffer("weight"), self.bias)
-
-
-def _convolution(n: int, m: int) -> nn.Conv2d:
-    conv = nn.Conv2d(n, m, 3, padding=1, bias=False)
-    with torch.no_grad():
-        nn.init.dirac_(conv.weight[:n])
-    return conv
-
-
-def _norm(m: int) -> nn.BatchNorm2d:
-    norm = nn.BatchNorm2d(m, eps=1e-12, momentum=0.4)
-    norm.weight.requires_grad_(False)
-    return norm
-
-
-class Airbench(nn.Module):
-    """The network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.whitening = Whitening()
-        layers: list[nn.Module] = [nn.GELU()]
-        n = 24
-        for m in WIDTHS:
-            layers += [_convolution(n, m), nn.MaxPool2d(2), _norm(m), nn.GELU()]
-            layers += [_convolution(m, m), _norm(m), nn.GELU()]
-            n = m
-        self.layers = nn.Sequential(*layers, nn.MaxPool2d(3), nn.Flatten())
-        self.head = nn.Linear(n, 10, bias=False)
-        with torch.no_grad():
-            self.head.weight.div_(self.head.weight.std())
-        self.whitening.fit(normalised(images()[0][0][:5000]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(b, 3, 32, 32)`` to ``(b, 10)``."""
-        return self.head(self.layers(self.whitening(x))) / self.head.in_features
+        super().__init__(width=WIDTH)
+        self.fit(normalised(images()[0][0][:5000]))
 
     def is_hidden(self, name: str) -> bool:
         """The six convolutions."""

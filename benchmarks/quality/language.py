@@ -17,74 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-WIDTH, LAYERS, HEADS, CONTEXT = 128, 4, 4, 128
+from natgrad_lab.models.rotary import RotaryGPT
+
+CONTEXT = 128
 HELD_OUT = 64  # sequences
 BYTES = 6_000_000
 
 
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions and normalised queries and keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.value = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        half = WIDTH // HEADS // 2
-        angles = torch.arange(CONTEXT)[:, None] * 10_000.0 ** (
-            -torch.arange(half) / half
-        )
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(b, t, WIDTH)`` to the same."""
-        q, k, v = (
-            layer(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        q, k = (self._turned(F.rms_norm(y, y.shape[-1:])) for y in (q, k))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-    def _turned(self, y: Tensor) -> Tensor:
-        a, b = y.chunk(2, -1)
-        cos, sin = self.get_buffer("cos"), self.get_buffer("sin")
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-
-class Layer(nn.Module):
-    """Attention and a squared-ReLU network, each on normalised inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention()
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(b, t, WIDTH)`` to the same."""
-        x = x + self.attention(F.rms_norm(x, x.shape[-1:]))
-        return x + self.down(self.up(F.rms_norm(x, x.shape[-1:])).relu().square())
-
-
-class Language(nn.Module):
+class Language(RotaryGPT):
     """Bytes to the logits of the next byte."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, WIDTH)
-        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
-        self.head = nn.Linear(WIDTH, 256, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        nn.init.zeros_(self.head.weight)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """``(b, t)`` to ``(b, t, 256)``."""
-        x = F.rms_norm(self.embedding(tokens), (WIDTH,))
-        x = self.layers(x)
-        return self.head(F.rms_norm(x, (WIDTH,)))
 
     def is_hidden(self, name: str) -> bool:
         """Whether a parameter is one of the hidden matrices."""

@@ -238,3 +238,29 @@ def test_an_unknown_name_lists_the_names():
 def test_a_wrong_depth_says_what_is_right(depth):
     with pytest.raises(ValueError, match=f"depth={depth}. Must be 6n"):
         models.CifarResNet(depth)
+
+
+def test_airbench_whitens_the_images_that_it_is_fitted_to() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(200, 3, 32, 32) * torch.tensor([3.0, 1.0, 0.2]).view(3, 1, 1)
+    model = models.Airbench(width=4)
+    model.fit(images)
+    out = model.whitening(images)
+    rows = out.transpose(0, 1).flatten(1)[:12].double()
+    moments = rows @ rows.mT / rows.shape[1]
+    # eps is 1/80 of the smallest variance
+    torch.testing.assert_close(moments, torch.eye(12).double(), atol=0.03, rtol=0)
+    torch.testing.assert_close(out[:, :12], -out[:, 12:])
+    assert model(images).shape == (200, 10)
+
+
+def test_the_rotary_gpt_sees_no_later_token_and_knows_places() -> None:
+    torch.manual_seed(0)
+    model = models.RotaryGPT(vocabulary=16, context=12, width=16, depth=2, heads=2)
+    nn.init.normal_(model.head.weight)
+    tokens = torch.randint(16, (2, 12))
+    other = tokens.clone()
+    other[:, 7:] = (other[:, 7:] + 1) % 16
+    assert torch.equal(model(tokens)[:, :7], model(other)[:, :7])
+    swapped = torch.cat((tokens[:, [1, 0]], tokens[:, 2:3]), 1)
+    assert not torch.allclose(model(swapped)[:, 2], model(tokens[:, :3])[:, 2])

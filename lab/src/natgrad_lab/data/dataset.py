@@ -71,6 +71,13 @@ class Dataset:
     window: Window | None = None
     middle: Window | None = None
 
+    def normalised(self, indices: Sequence[int]) -> Tensor:
+        """Training images as a model sees them, neither cut nor mirrored."""
+        images, _ = self.train.fetch(torch.tensor(indices))
+        mean = 0.0 if self.mean is None else self.mean
+        std = 1.0 if self.std is None else self.std
+        return (images.float() - mean) / std
+
     @property
     def is_text(self) -> bool:
         """Whether examples are sequences of characters."""

@@ -1,15 +1,18 @@
 """The models of the experiments, by name or as functions.
 
 `resnet8` to `resnet110` are the CIFAR ResNets, `resnet18` to `resnet152` the ImageNet
-ones (with torchvision's parameter names), then `mlp`, `vit` and `gpt`.
+ones (with torchvision's parameter names), then `mlp`, `vit`, `gpt`, and two of
+speedruns: `gpt_rotary` and `airbench`.
 """
 
+from natgrad_lab.models.airbench import Airbench
 from natgrad_lab.models.cifar import CifarResNet
 from natgrad_lab.models.gpt import GPT
 from natgrad_lab.models.init import he_normal_
 from natgrad_lab.models.layout import fastest_layout
 from natgrad_lab.models.mlp import MLP
 from natgrad_lab.models.resnet import ResNet
+from natgrad_lab.models.rotary import RotaryGPT
 from natgrad_lab.models.table import (
     MODELS,
     build,
@@ -36,8 +39,10 @@ __all__ = [
     "GPT",
     "MLP",
     "MODELS",
+    "Airbench",
     "CifarResNet",
     "ResNet",
+    "RotaryGPT",
     "ViT",
     "build",
     "build_for",

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from natgrad_lab.models.airbench import Airbench
 from natgrad_lab.models.cifar import CifarResNet
 from natgrad_lab.models.gpt import GPT
 from natgrad_lab.models.mlp import MLP
 from natgrad_lab.models.resnet import BasicBlock, Bottleneck, ResNet
+from natgrad_lab.models.rotary import RotaryGPT
 from natgrad_lab.models.vit import ViT
 
 Shape = tuple[int, ...]
@@ -71,6 +73,8 @@ MODELS: dict[str, Entry] = {
     "mlp": Entry(make=MLP, fit=_flat),
     "vit": Entry(make=ViT, fit=_patches),
     "gpt": Entry(make=GPT, fit=_sequence),
+    "gpt_rotary": Entry(make=RotaryGPT, fit=_sequence),
+    "airbench": Entry(make=Airbench, fit=_image),
 }
 
 

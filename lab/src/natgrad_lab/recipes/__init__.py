@@ -13,6 +13,7 @@ from natgrad_lab.recipes import (
     pauloski2020_imagenet,
     text,
     vit,
+    whole,
 )
 from natgrad_lab.recipes.recipe import Recipe
 
@@ -21,6 +22,7 @@ FILES = (
     cifar10_fashion,
     text,
     vit,
+    whole,
     osawa2019,
     osawa2020,
     ma2019,

@@ -36,9 +36,9 @@ class ModelConfig:
     """The network: a name known to `natgrad_lab.models.build`."""
 
     name: str = "resnet8"
-    """Model name, for example resnet20, resnet50, mlp, vit, gpt."""
+    """Model name, for example resnet20, resnet50, airbench, mlp, vit, gpt."""
     width: int | None = None
-    """Width of the CIFAR ResNets, vit and gpt. None: the model's own."""
+    """Width of the CIFAR ResNets, airbench, vit and gpt. None: the model's own."""
     channels_last: bool | None = None
     """Memory layout of images. None: channels_last for ResNets."""
 

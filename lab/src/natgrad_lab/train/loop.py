@@ -308,6 +308,8 @@ class Trainer:
         except TypeError as error:
             what = f"model {settings.name} on {dataset.name}"
             raise UserError(f"Cannot build {what}: {error}") from error
+        if isinstance(model, models.Airbench):
+            model.fit(dataset.normalised(range(min(5000, len(dataset.train)))))
         layout = models.fastest_layout(model)
         if settings.channels_last is not None:
             last = settings.channels_last
