@@ -124,6 +124,15 @@ class Engine(Machinery):
             for name, flat in means.items()
         }
 
+    def gradients_of(self, name: str) -> list[Tensor] | None:
+        """The ``.grad`` of a block's parameters, if those are the means to go by."""
+        block = self.block[name]
+        if self.own_gradients or self.sharded or block.is_foreign:
+            return None
+        found = [p.grad for p in block.parameters if p.grad is not None]
+        plain = all(g.dtype == self.like.dtype and not g.is_sparse for g in found)
+        return found if plain and len(found) == len(block.parameters) else None
+
     def agree(
         self,
         captured: Captured,
