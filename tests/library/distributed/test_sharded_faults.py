@@ -116,11 +116,11 @@ def sharded(rank: int, kind: str) -> tuple[Any, Any, int, int]:
         fully_shard(model)
         return model, natgrad.SPNGD(model, lr=0.05, momentum=0.9), rank, 2
     mesh = init_device_mesh("cpu", (2,))
-    parts = {
+    styles: dict[str, Any] = {
         "first": ColwiseParallel(output_layouts=Replicate()),
         "last": RowwiseParallel(input_layouts=Replicate()),
     }
-    parallelize_module(model, mesh, parts)
+    parallelize_module(model, mesh, styles)
     return model, natgrad.SPNGD(model, lr=0.05, momentum=0.9), 0, 1
 
 
