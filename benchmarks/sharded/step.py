@@ -6,7 +6,8 @@
 Ranks are processes on this machine with gloo over loopback, one thread each.
 Contenders take turns, a step at a time; seconds are wall seconds of the slowest rank,
 from a barrier to the end of the step. Phases are the mean of all measured steps of
-rank 0; "estimate" is a part of forward and backward. Writes ``results/sharded.json`` and ``.md``.
+rank 0; "estimate" is a part of forward and backward. Writes ``results/sharded.json``
+and ``.md``.
 """
 
 import argparse
