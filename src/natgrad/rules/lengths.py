@@ -188,18 +188,16 @@ def norms_here(blocks: Sequence[Block], number: int) -> list[Tensor]:
     """
     mine = [local(b.parameters[number]).detach() for b in blocks]
     copies = [b.spec.cuts[number].copies if b.spec.cuts else 1 for b in blocks]
-    norms = foreach.norms(mine) if mine else []
-    both = zip(norms, copies, strict=True)
-    return [x if n == 1 else x / math.sqrt(n) for x, n in both]
+    norms = zip(foreach.norms(mine) if mine else (), copies, strict=True)
+    return [x if n == 1 else x / math.sqrt(n) for x, n in norms]
 
 
 def weight_norms(blocks: Sequence[Block], like: Tensor) -> Tensor:
     """Of what this rank has of each block's weight and bias together."""
-    weights = norms_here(blocks, 0)
     found = iter(norms_here([b for b in blocks if len(b.parameters) > 1], 1))
     zero = like.new_zeros(())
     bias = [next(found) if len(b.parameters) > 1 else zero for b in blocks]
-    return torch.hypot(stacked(weights, like), stacked(bias, like))
+    return torch.hypot(stacked(norms_here(blocks, 0), like), stacked(bias, like))
 
 
 def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
