@@ -43,7 +43,8 @@ class Contender:
         whole: the options of a `natgrad.Polar` for all parameters, instead of a split.
         split: the groups of that `Polar`: those of `natgrad.groups` (True), one for
             embeddings, which keep the factors of activations, and one for all else
-            ("tables"), or one in all.
+            ("tables"), one for embeddings by the fallback ("embeddings"), or one in
+            all.
     """
 
     rule: Rule | None
@@ -52,7 +53,7 @@ class Contender:
     refresh: natgrad.Refresh = OFTEN
     momentum: float | None = None
     whole: Options | None = None
-    split: bool | Literal["tables"] = False
+    split: bool | Literal["tables", "embeddings"] = False
 
 
 RATES = (0.02, 0.04, 0.08)
@@ -186,6 +187,29 @@ CONTENDERS: dict[str, Contender] = {
         lrs=RATES,
         whole=replace(WHOLE, rule=EigenAdam(orthogonal=True), damping=1e-8),
     ),
+    "whole-activations-split-0.05": Contender(
+        rule=ACTIVATIONS,
+        lrs=RATES,
+        whole=replace(WHOLE, fallback=Adam(rate=0.05)),
+        split=True,
+    ),
+    "whole-activations-embeddings": Contender(
+        rule=ACTIVATIONS,
+        lrs=RATES,
+        whole=replace(WHOLE, fallback=Adam(rate=0.05)),
+        split="embeddings",
+    ),
+    "whole-eigen-inputs-embeddings": Contender(
+        rule=ACTIVATIONS,
+        lrs=RATES,
+        whole=replace(
+            WHOLE,
+            rule=EigenAdam(sides="inputs", orthogonal=True),
+            damping=1e-8,
+            fallback=Adam(rate=0.05),
+        ),
+        split="embeddings",
+    ),
     "whole-activations-split": Contender(
         rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, split=True
     ),
@@ -206,6 +230,15 @@ def tables(model: nn.Module) -> list[dict[str, Any]]:
     return groups
 
 
+def embeddings(model: nn.Module, rule: Rule) -> list[dict[str, Any]]:
+    """Embeddings by Adam's rule, all else by the optimizer's."""
+    kept = natgrad.groups(model, rest=rule)
+    tables = [g for g in kept if g["name"] == "embeddings"]
+    own = {id(p) for g in tables for _, p in g["params"]}
+    named = [(n, p) for n, p in model.named_parameters() if id(p) not in own]
+    return [{"params": named}, *tables]
+
+
 def make(
     contender: Contender,
     model: nn.Module,
@@ -221,6 +254,8 @@ def make(
         split: list[dict[str, Any]] | None = None
         if contender.split == "tables":
             split = tables(model)
+        elif contender.split == "embeddings":
+            split = embeddings(model, options.fallback)
         elif contender.split:
             split = natgrad.groups(model, options.rule, rest=options.fallback)
         return natgrad.Polar(model, split, lr=lr, options=options)

@@ -15,6 +15,8 @@ Record = dict[str, Any]
 Setting = tuple[str, int, int]
 TUNED_WITH = 1
 """The seed that chooses rates; all others are finals."""
+DRAWN = 6
+"""Contenders in a panel of the figure, the best first."""
 TITLES = {
     "airbench": "P1, airbench at a quarter of its width: test accuracy, %",
     "language": "P2, byte transformer: held-out loss, nats a byte",
@@ -68,6 +70,15 @@ def _shown(protocol: str, value: float) -> str:
     return f"{100 - value:.1f}" if protocol == "airbench" else f"{value:.3f}"
 
 
+def _chosen(contenders: dict[str, list[Record]]) -> dict[str, list[Record]]:
+    """Contenders that have a run of the seed that chooses rates."""
+    return {
+        name: runs
+        for name, runs in contenders.items()
+        if any(r["seed"] == TUNED_WITH for r in runs)
+    }
+
+
 def _row(protocol: str, name: str, runs: Sequence[Record], goal: float) -> list[str]:
     best, others = tuned(runs), finals(runs)
     tried = sorted({r["lr"] for r in runs if r["seed"] == TUNED_WITH})
@@ -92,11 +103,7 @@ def _row(protocol: str, name: str, runs: Sequence[Record], goal: float) -> list[
 def section(setting: Setting, contenders: dict[str, list[Record]]) -> str:
     """The table of one protocol at one length and batch."""
     protocol, steps, batch = setting
-    known = {
-        name: runs
-        for name, runs in contenders.items()
-        if any(r["seed"] == TUNED_WITH for r in runs)
-    }
+    known = _chosen(contenders)
     ends = {name: tuned(runs)["value"] for name, runs in known.items()}
     goal = min((v for n, v in ends.items() if not is_ours(n)), default=0.0)
     heads = ("contender", "tuned", "learning rate", "finals", "steps", "CPU s")
@@ -107,16 +114,16 @@ def section(setting: Setting, contenders: dict[str, list[Record]]) -> str:
 
 
 def figure(settings: dict[Setting, dict[str, list[Record]]], path: Path) -> None:
-    """The tuned run of each contender over its steps."""
+    """The tuned runs of the best contenders over their steps."""
     fig, axes = plt.subplots(
         1, len(settings), figsize=(4.5 * len(settings), 3.8), squeeze=False
     )
     for axis, (setting, contenders) in zip(axes[0], settings.items(), strict=True):
         protocol, _, batch = setting
-        for name, runs in contenders.items():
-            if not any(r["seed"] == TUNED_WITH for r in runs):
-                continue
-            curve = tuned(runs)["curve"]
+        known = _chosen(contenders)
+        ends = {name: tuned(runs)["value"] for name, runs in known.items()}
+        for name in sorted(ends, key=ends.__getitem__)[:DRAWN]:
+            curve = tuned(known[name])["curve"]
             sign = (lambda v: 100 - v) if protocol == "airbench" else (lambda v: v)
             axis.plot(
                 [c[0] for c in curve],
@@ -124,9 +131,9 @@ def figure(settings: dict[Setting, dict[str, list[Record]]], path: Path) -> None
                 label=name,
                 linestyle="-" if is_ours(name) else "--",
             )
-        ends = [tuned(r)["value"] for r in contenders.values()]
         if protocol != "airbench":
-            axis.set_ylim(0.95 * min(ends), 2.2 * min(ends))
+            least = min(ends.values())
+            axis.set_ylim(0.95 * least, 2.2 * least)
         axis.set_title(f"{protocol}, batch {batch:,}")
         axis.set_xlabel("steps")
         axis.legend(fontsize=7)
@@ -139,6 +146,6 @@ def write(records: list[Record], folder: Path) -> None:
     """quality.md and quality.png."""
     settings = by_setting(records)
     sections = [section(s, contenders) for s, contenders in settings.items()]
-    picture = "![The tuned run of each contender](quality.png)\n"
+    picture = "![The tuned runs of the best contenders](quality.png)\n"
     (folder / "quality.md").write_text("\n".join([TEXT, picture, *sections]))
     figure(settings, folder / "quality.png")
