@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.library.distributed.test_sharded import moved_as_planned, whole
 from tests.library.distributed.test_sharded_checkpoint import resume, save
 from tests.support.world import run_world
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import natgrad
-from natgrad.math.shards import is_shard
 
 BATCH, WORDS, LENGTH, CLASSES = 8, 9, 4, 3
 
@@ -84,12 +84,6 @@ def parallelize(model: Net, mesh: Any, *, by_sequence: bool) -> None:
             "head": ColwiseParallel(output_layouts=Replicate()),
         }
     parallelize_module(model, mesh, plan)
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    named: list[tuple[str, Any]] = [*model.named_parameters()]
-    full = ((n, p.full_tensor() if is_shard(p) else p) for n, p in named)
-    return {name: p.detach().clone() for name, p in full}
 
 
 def make(name: str, model: nn.Module) -> tuple[Any, Any]:
@@ -171,17 +165,8 @@ def train(
             mine = inputs.chunk(parts)[part], labels.chunk(parts)[part]
             (F.cross_entropy(model(mine[0]), mine[1]) / case.micro).backward()
         if case.clip:
-            clip(model, 0.05)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         own.step()
-
-
-def clip(model: Net, most: float) -> None:
-    """As `clip_grad_norm_`, which takes no parameters of different meshes."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    whole = [g.full_tensor() if is_shard(g) else g for g in grads]  # pyright: ignore
-    norm = torch.stack([g.norm() for g in whole]).norm()
-    for g in grads:
-        g.mul_(float(torch.clamp(most / (norm + 1e-6), max=1.0)))
 
 
 def shard(model: Net, mesh: Any, wrap: str) -> None:
@@ -212,16 +197,6 @@ def every_case(rank: int, world: int, names: list[str]) -> Any:
             kept[name] = [n for n, s in states.items() if s.average is not None]
             found[name] = whole(model)
     return found, kept
-
-
-def moved_as_planned(own: Any) -> None:
-    """Bytes of the last step by exchange are those of the plan."""
-    engine, element = own.engine, own.engine.like.element_size()
-    for name in ("reduce_gradients", "share_updates"):
-        sent, received = engine.plan.exchanges[name].volumes()
-        counted = own.traffic()["step"].get(name, {"sent": 0, "received": 0})
-        want = element * sent[engine.comm.rank], element * received[engine.comm.rank]
-        assert (counted["sent"], counted["received"]) == want, name
 
 
 def one_process(case: Case) -> dict[str, Tensor]:
