@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,17 +121,13 @@ class Digits(Autoencoder):
 
 
 class Fashion(Autoencoder):
-    """The first 10,000 training images of Fashion-MNIST, 2,000 of the test's."""
+    """10,000 training images of Fashion-MNIST; its files are in data/fashion-mnist."""
 
     name, batch, widths = "fashion", 512, (784, 256, 64, 16, 64, 256, 784)
 
     def __init__(self) -> None:
-        from torchvision.datasets import FashionMNIST
-
-        sets = (FashionMNIST("data", train=t, download=True) for t in (True, False))
-        train, test = (s.data.flatten(1).float() / 255 for s in sets)
-        self.train = train[:10_000], train[:10_000]
-        self.test = test[:2_000], test[:2_000]
+        train, test = _images("train", 10_000), _images("t10k", 2_000)
+        self.train, self.test = (train, train), (test, test)
 
 
 class Classes(Task):
@@ -170,6 +168,7 @@ class Field(nn.Module):
         rows = torch.cat([x.unsqueeze(1), slopes, torch.zeros(len(x), 1, 2)], dim=1)
         z = rows
         for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
             z = layer(rows) - layer.bias * torch.tensor([[0.0], [1.0], [1.0], [1.0]])
             t = torch.tanh(z[:, :1])
             first = 1 - t.square()
@@ -211,6 +210,14 @@ class Poisson(Task):
 
 def _solution(x: Tensor) -> Tensor:
     return torch.sin(torch.pi * x).prod(1)
+
+
+def _images(part: str, count: int) -> Tensor:
+    """The first images of one of its original files."""
+    path = Path("data/fashion-mnist") / f"{part}-images-idx3-ubyte.gz"
+    pixels = gzip.decompress(path.read_bytes())[16 : 16 + count * 784]
+    found = torch.frombuffer(bytearray(pixels), dtype=torch.uint8)
+    return found.reshape(-1, 784).float() / 255
 
 
 def _digits() -> tuple[Tensor, Tensor]:
