@@ -10,7 +10,15 @@ from typing import Any
 from natgrad import Budget, Options
 from natgrad.diagnostics.groups import Labelled
 from natgrad.layers import Block
-from natgrad.plan import FLOAT_BYTES, Keeps, Plan, memory_of, momentum_of, size_text
+from natgrad.plan import (
+    FLOAT_BYTES,
+    Keeps,
+    Plan,
+    memory_of,
+    momentum_of,
+    size_text,
+    weights_of,
+)
 from natgrad.plan.split import OUT, SPLIT_EXCHANGES
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate.work import Work
@@ -49,23 +57,37 @@ def _moment(block: Block) -> int:
 
 
 def memory_by_rank(
-    plan: Plan, work: Work, batch: int, *, keeps: Keeps | None = None, sharded: bool
+    plan: Plan,
+    work: Work,
+    batch: int,
+    *,
+    keeps: Keeps | None = None,
+    sharded: bool,
+    cut: bool = False,
 ) -> list[dict[str, int]]:
     """Float32 bytes by rank: curvature as planned, the rest of training, activations.
 
     ``momentum`` is on all ranks for all weights, or, ``sharded`` as by SPNGD and Polar,
-    on those that update a weight. ``activations`` counts every layer's output once,
-    for ``batch`` examples: an estimate from above for inference, from below with
-    temporaries.
+    on those that update a weight; ``cut`` as the weight is, of a model that is itself
+    sharded, of which weights and gradients are pieces. ``activations`` counts every
+    layer's output once, for ``batch`` examples: an estimate from above for inference,
+    from below with temporaries.
     """
-    weights = FLOAT_BYTES * work.parameters
-    momentum = momentum_of(plan, sharded=sharded)
-    rest = {"weights": weights, "gradients": weights}
-    rest["activations"] = FLOAT_BYTES * batch * work.elements
+    weights = [FLOAT_BYTES * work.parameters] * plan.world
+    if plan.gradients == "sharded":
+        weights = weights_of(plan)
+    momentum = momentum_of(plan, sharded=sharded, cut=cut)
+    active = FLOAT_BYTES * batch * work.elements
     kept = memory_of(plan, keeps or Keeps())
     rows = [
-        {**mine, "momentum": own, **rest}
-        for mine, own in zip(kept, momentum, strict=True)
+        {
+            **mine,
+            "momentum": own,
+            "weights": held,
+            "gradients": held,
+            "activations": active,
+        }
+        for mine, own, held in zip(kept, momentum, weights, strict=True)
     ]
     return [row | {"total": sum(row.values())} for row in rows]
 

@@ -55,6 +55,9 @@ class PlanCommand(Asked):
 
     method: Literal["kfac", "spngd", "polar", "muon", "soap", "shampoo"] = "kfac"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Whose options are the defaults: natgrad.KFAC, SPNGD, Polar, Muon, ..."""
+    gradients: Literal["own", "ddp", "sharded"] = "own"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Who averages gradients: the library, DDP, or fully_shard, which also cuts the
+    model."""
     world: int = 8
     """Number of ranks."""
     strategy: str | None = None
@@ -82,8 +85,9 @@ def main(arguments: Sequence[str]) -> int:
     plan = plan_asked(asked, options, work, profile, choice)
     plan.check()
     keeps, sharded = keeps_of(options, work.ruled), asked.method != "kfac"
+    cut = not (sharded and options.average.keeps_mass)
     rows = memory_by_rank(
-        plan, work, asked.batch_per_rank, keeps=keeps, sharded=sharded
+        plan, work, asked.batch_per_rank, keeps=keeps, sharded=sharded, cut=cut
     )
     if asked.memory is not None:
         require_fit(rows, parse_size(asked.memory))
