@@ -1,11 +1,11 @@
 """Faults of ranks in every way to train: a part of the soak.
 
 A *cell* is an optimizer, a rule, a strategy, and who averages gradients (natgrad, DDP,
-or `fully_shard`, whose ranks have a part of each parameter). In each, a run of a few steps meets several faults. Some are *told*: all ranks raise one error, put it
-right and go on. Others are *fatal*: the survivors end, and all ranks start again from
-the last checkpoint. Some are in the *data*: the run goes on, and the undisturbed run
-has them too. In the end the weights must be those of the undisturbed run, to the last
-bit.
+or `fully_shard`, whose ranks have a part of each parameter). In each, a run of a few
+steps meets several faults. Some are *told*: all ranks raise one error, put it right and
+go on. Others are *fatal*: the survivors end, and all ranks start again from the last
+checkpoint. Some are in the *data*: the run goes on, and the undisturbed run has them
+too. In the end the weights must be those of the undisturbed run, to the last bit.
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ def _kind_words(results: list[Result]) -> list[str]:
         "|---|---|---|---|",
         *rows,
         "",
-        f"In {unnamed} of them a survivor was ended by an error of an exchange of DDP or "
-        "fully_shard, which names nobody.",
+        f"In {unnamed} of them a survivor was ended by an error of an exchange of DDP "
+        "or fully_shard, which names nobody.",
         "",
     ]
 
