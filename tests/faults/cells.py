@@ -65,6 +65,11 @@ FATAL = (
     "killed before its step",
     "stopped in backward",
 )
+EXCHANGES: tuple[tuple[Any, str], ...] = (
+    (Load, "_close"),
+    (Communicator, "all_to_all"),
+)
+"""What a rank calls to send: of buckets, and of a sharded model's pieces."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +270,9 @@ def _go_on(
         if kind == "killed before its step":
             _end()
         if kind == "killed in an exchange":
-            Load._close = Communicator.all_to_all = _end
+            for owner, name in EXCHANGES:
+                getattr(owner, name)  # an error if it has moved: nobody would die
+                setattr(owner, name, _end)
     try:
         fleet.optimizer.step()
     except KeyError:

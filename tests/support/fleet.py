@@ -101,7 +101,8 @@ class Fleet:
         limit = timedelta(seconds=timeout)
         self.is_sharded = wrapper == "sharded"
         if self.is_sharded:
-            mesh = DeviceMesh.from_group(dist.new_group(timeout=limit), "cpu")
+            group: Any = dist.new_group(timeout=limit)
+            mesh = DeviceMesh.from_group(group, "cpu")
             for module in (self.plain[0], self.plain[3], self.plain):
                 fully_shard(module, mesh=mesh)
         elif wrapper:

@@ -173,12 +173,12 @@ def _as_planned(optimizer: SPNGD, rank: int) -> bool:
 
 
 def every_cell(rank: int, world: int, some: bool) -> dict[Any, tuple[Tensor, bool]]:
-    """With ``some``, DDP and own gradients take turns in the strategies of a row."""
+    """With ``some``, DDP and own gradients take turns, and change places on 3 ranks."""
     found: dict[Any, tuple[Tensor, bool]] = {}
     for number, (name, parts) in enumerate(ROWS.items()):
         for ddp in (False, True):
             for i, strategy in enumerate(STRATEGIES):
-                if some and (i + number // 2 + ddp) % 2:
+                if some and (i + number // 2 + ddp + world) % 2:
                     continue
                 stop = 3 if (i + number) % 2 else None  # in the middle of an interval
                 found[name, ddp, strategy] = trained(
@@ -189,7 +189,12 @@ def every_cell(rank: int, world: int, some: bool) -> dict[Any, tuple[Tensor, boo
 
 @pytest.mark.parametrize(
     ("world", "some"),
-    [(2, False), (3, True), pytest.param(3, False, marks=pytest.mark.long)],
+    [
+        (2, True),
+        (3, True),
+        pytest.param(2, False, marks=pytest.mark.long),
+        pytest.param(3, False, marks=pytest.mark.long),
+    ],
 )
 def test_every_row_on_several_ranks_is_one_process(world: int, some: bool) -> None:
     alone = {name: trained(parts)[0] for name, parts in ROWS.items()}
