@@ -208,23 +208,14 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 def moved_as_planned(own: Any) -> None:
     """Bytes of the last step by exchange are those of the plan."""
-    engine, element = own.engine, own.engine.like.element_size()
+    engine, rank = own.engine, own.engine.comm.rank
     for name in ("reduce_gradients", "share_updates"):
-        sent, received = engine.plan.exchanges[name].volumes()
+        exchange = engine.plan.exchanges[name]
+        back = name == "share_updates"  # what has no gradient has no update either
+        moved = [i.name for i in exchange.items if not (back and "idle" in i.name)]
+        want = [engine.like.element_size() * x[rank] for x in exchange.volumes(moved)]
         counted = own.traffic()["step"].get(name, {"sent": 0, "received": 0})
-        want = element * sent[engine.comm.rank], element * received[engine.comm.rank]
-        if name == "share_updates":  # what has no gradient has no update either
-            idle = {
-                i.name for i in engine.plan.exchanges[name].items if "idle" in i.name
-            }
-            names = [i.name for i in engine.plan.exchanges[name].items]
-            some = [n for n in names if n not in idle]
-            sent, received = engine.plan.exchanges[name].volumes(some)
-            want = (
-                element * sent[engine.comm.rank],
-                element * received[engine.comm.rank],
-            )
-        assert (counted["sent"], counted["received"]) == want, name
+        assert [counted["sent"], counted["received"]] == want, name
 
 
 def every_case(rank: int, world: int, names: list[str]) -> Any:

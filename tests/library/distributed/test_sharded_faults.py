@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.library.distributed.test_sharded import whole
 from tests.support.fleet import outcome, quick, store_of_test
 from tests.support.world import run_world
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import natgrad
-from natgrad.math.shards import is_shard
 
 pytestmark = pytest.mark.processes
 WIDTH, EXPERTS = 4, 3
@@ -68,12 +68,6 @@ def step(model: Any, optimizer: Any, seed: int, part: int = 0, parts: int = 1) -
     optimizer.zero_grad()
     F.cross_entropy(model(x, who), y).backward()
     optimizer.step()
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    named: list[tuple[str, Any]] = [*model.named_parameters()]
-    full = ((n, p.full_tensor() if is_shard(p) else p) for n, p in named)
-    return {name: p.detach().clone() for name, p in full}
 
 
 def five(rank: int, world: int, steps: int) -> Any:

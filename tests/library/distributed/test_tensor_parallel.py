@@ -2,14 +2,17 @@
 
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.library.distributed.test_sharded import moved_as_planned, whole
+from tests.library.distributed.test_sharded_checkpoint import resume, save
 from tests.support.world import run_world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -18,9 +21,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import natgrad
-from natgrad.math.shards import is_shard
 
 BATCH, WORDS, LENGTH, CLASSES = 8, 9, 4, 3
 
@@ -43,9 +46,12 @@ class Net(nn.Module):
         self.first, self.second = Layer(), Layer()
         self.last = nn.RMSNorm(6)
         self.head = nn.Linear(6, CLASSES)
+        self.recomputes = False
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.second(self.first(self.table(x)))
+        h, recompute = self.first(self.table(x)), self.recomputes
+        again = partial(checkpoint, self.second, use_reentrant=False)
+        h = again(h) if recompute else self.second(h)
         return self.head(self.last(h)).mean(1)
 
 
@@ -80,12 +86,6 @@ def parallelize(model: Net, mesh: Any, *, by_sequence: bool) -> None:
     parallelize_module(model, mesh, plan)
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    named: list[tuple[str, Any]] = [*model.named_parameters()]
-    full = ((n, p.full_tensor() if is_shard(p) else p) for n, p in named)
-    return {name: p.detach().clone() for name, p in full}
-
-
 def make(name: str, model: nn.Module) -> tuple[Any, Any]:
     """What steps, and what is natgrad's in it."""
     if name == "kfac":
@@ -115,6 +115,10 @@ class Case:
     steps: int = 20
     wrap: str = "blocks"
     bound: float = 1e-10
+    micro: int = 1
+    clip: bool = False
+    recomputes: bool = False
+    dtype: torch.dtype = torch.float64
 
 
 CASES = {
@@ -126,6 +130,10 @@ CASES = {
     "spngd, by sequence": Case("spngd", by_sequence=True, wrap="whole"),
     "kfac": Case("kfac"),
     "kfac, by sequence": Case("kfac", by_sequence=True),
+    "accumulated": Case("kfac", by_sequence=True, steps=4, micro=2),
+    "clipped": Case("spngd", by_sequence=True, steps=4, clip=True),
+    "recomputed": Case("spngd", by_sequence=True, steps=4, recomputes=True),
+    "float32": Case("polar", steps=1, dtype=torch.float32, bound=1e-5),
     # where eigenvalues are equal, a batch in another order makes as much on one process
     "ekfac": Case("ekfac", by_sequence=True, steps=5, bound=1e-5),
 }
@@ -142,14 +150,23 @@ def data(steps: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def train(model: Net, case: Case, part: int = 0, parts: int = 1) -> Any:
-    stepper, own = make(case.make, model)
-    for x, y in data(case.steps):
-        stepper.zero_grad()
-        loss = F.cross_entropy(model(x.chunk(parts)[part]), y.chunk(parts)[part])
-        loss.backward()
-        stepper.step()
-    return own
+def train(
+    model: Net, own: Any, case: Case, part: int = 0, parts: int = 1, first: int = 0
+) -> None:
+    """``own`` steps: on its part of each batch."""
+    model.recomputes = case.recomputes
+    for x, y in data(case.steps)[first:]:
+        own.zero_grad()
+        batches = zip(x.chunk(case.micro), y.chunk(case.micro), strict=True)
+        for i, (inputs, labels) in enumerate(batches):
+            sharded: Any = model
+            if isinstance(sharded, FSDPModule):
+                sharded.set_requires_gradient_sync(i == case.micro - 1)
+            mine = inputs.chunk(parts)[part], labels.chunk(parts)[part]
+            (F.cross_entropy(model(mine[0]), mine[1]) / case.micro).backward()
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        own.step()
 
 
 def shard(model: Net, mesh: Any, wrap: str) -> None:
@@ -166,11 +183,14 @@ def every_case(rank: int, world: int, names: list[str]) -> Any:
     shape = world // 2, 2
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "layers"))
     for name in names:
-        case, model = CASES[name], build()
+        case = CASES[name]
+        model = build(case.dtype)
         parallelize(model, mesh["layers"], by_sequence=case.by_sequence)
         if world > 2:
             shard(model, mesh["data"], case.wrap)
-        with closing(train(model, case, rank // 2, world // 2)) as own:
+        stepper, own = make(case.make, model)
+        with closing(own):
+            train(model, stepper, case, rank // 2, world // 2)
             own.engine.plan.check()
             moved_as_planned(own)
             states = own.engine.statistics.states
@@ -179,23 +199,19 @@ def every_case(rank: int, world: int, names: list[str]) -> Any:
     return found, kept
 
 
-def moved_as_planned(own: Any) -> None:
-    """Bytes of the last step by exchange are those of the plan."""
-    engine, element = own.engine, own.engine.like.element_size()
-    for name in ("reduce_gradients", "share_updates"):
-        sent, received = engine.plan.exchanges[name].volumes()
-        counted = own.traffic()["step"].get(name, {"sent": 0, "received": 0})
-        want = element * sent[engine.comm.rank], element * received[engine.comm.rank]
-        assert (counted["sent"], counted["received"]) == want, name
+def one_process(case: Case) -> dict[str, Tensor]:
+    model = build(case.dtype)
+    stepper, own = make(case.make, model)
+    with closing(own):
+        train(model, stepper, case)
+        return whole(model)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_parallel_layers_train_as_one_process_does(world: int) -> None:
     results = run_world(world, every_case, world, [*CASES], timeout=300)
     for name, case in CASES.items():
-        model = build()
-        with closing(train(model, case)):
-            want = whole(model)
+        want = one_process(case)
         for parameters, _ in results:
             away = {n: _away(x, want[n]) for n, x in parameters[name].items()}
             assert max(away.values()) < case.bound, (name, away)
@@ -205,3 +221,62 @@ def test_parallel_layers_train_as_one_process_does(world: int) -> None:
 
 def _away(x: Tensor, want: Tensor) -> float:
     return float((x - want).abs().max())
+
+
+RESUMED = {"polar": True, "spngd": True, "kfac": False}
+"""Whether positions are cut too."""
+HALF = 3
+"""Steps before a checkpoint: in the middle of the intervals of refreshes."""
+
+
+def begin_and_save(rank: int, path: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "layers"))
+    for name, by_sequence in RESUMED.items():
+        model = build()
+        parallelize(model, mesh["layers"], by_sequence=by_sequence)
+        shard(model, mesh["data"], "blocks")
+        stepper, own = make(name, model)
+        with closing(own):
+            train(model, stepper, Case(name, steps=HALF), rank // 2, 2)
+            save(model, stepper, f"{path}/{name}")
+
+
+def go_on(rank: int, path: str) -> list[dict[str, Tensor]]:
+    """Parallel on two ranks, and sharded on two."""
+    found: list[dict[str, Tensor]] = []
+    mesh = init_device_mesh("cpu", (2,))
+    for name, by_sequence in RESUMED.items():
+        case = Case(name, steps=2 * HALF)
+        for parallel in (True, False):
+            model = build()
+            if parallel:
+                parallelize(model, mesh, by_sequence=by_sequence)
+            else:
+                shard(model, mesh, "whole")
+            stepper, own = make(name, model)
+            with closing(own):
+                resume(model, stepper, f"{path}/{name}")
+                at = (0, 1) if parallel else (rank, 2)
+                train(model, stepper, case, *at, first=HALF)
+                found.append(whole(model))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_a_mesh_goes_on_in_other_worlds(tmp_path: Any) -> None:
+    run_world(4, begin_and_save, str(tmp_path), timeout=200)
+    found = run_world(2, go_on, str(tmp_path), timeout=200)
+    for i, name in enumerate(RESUMED):
+        case = Case(name, steps=2 * HALF)
+        want = one_process(case)
+        for results in found:
+            for way, parameters in enumerate(results[2 * i : 2 * i + 2]):
+                away = {n: _away(x, want[n]) for n, x in parameters.items()}
+                assert max(away.values()) < 1e-10, (name, way, away)
+        model = build()
+        stepper, own = make(name, model)
+        with closing(own):
+            resume(model, stepper, str(tmp_path / name))
+            train(model, stepper, case, first=HALF)
+            away = {n: _away(x, want[n]) for n, x in whole(model).items()}
+        assert max(away.values()) < 1e-10, (name, away)

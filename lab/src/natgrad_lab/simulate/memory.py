@@ -19,11 +19,9 @@ from natgrad.plan import (
     size_text,
     weights_of,
 )
-from natgrad.plan.split import OUT, SPLIT_EXCHANGES
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate.work import Work
 
-INVERTING = ("share_inverses", *SPLIT_EXCHANGES)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -119,12 +117,12 @@ def exchange_bytes(
     """
     whole = {spec.name: spec.elements for spec in plan.statistics}
     moments = {spec.name for spec in plan.statistics if spec.kind == "S"}
-    intervals = {"reduce_statistics": statistics, **dict.fromkeys(INVERTING, inverses)}
+    intervals = {"reduce_statistics": statistics, "share_inverses": inverses}
     table: dict[str, dict[str, Any]] = {}
     for name, exchange in plan.exchanges.items():
         packed = dense = exchange.elements()
         symmetric = name == "share_inverses" and plan.inverse == "factored"
-        if symmetric or name in ("reduce_statistics", OUT):
+        if symmetric or name == "reduce_statistics":
             dense = sum(whole[item.name] for item in exchange.items)
         interval = intervals.get(name, 1)
         mean = sum(

@@ -24,12 +24,10 @@ from natgrad.plan import (
     make_plan,
     size_text,
 )
-from natgrad.plan.split import loads_of, lower_bound
 from natgrad_lab.console import show, width
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate.asked import (
     METHODS,
-    SPLIT,
     Asked,
     inverse_of,
     options_asked,
@@ -103,8 +101,6 @@ def main(arguments: Sequence[str]) -> int:
     show(memory_table(rows))
     show(traffic_table(plan, *options.refresh.mean_intervals()))
     print(textwrap.fill(left_out(work), width()))
-    if asked.split:
-        print(split_text(plan))
     return 0
 
 
@@ -123,7 +119,7 @@ def plan_asked(
     profile: HardwareProfile | None,
     choice: Choice | None,
 ) -> Plan:
-    """The plan that a run of this method executes, or with --split would."""
+    """The plan that a run of this method executes."""
     inverse = inverse_of(options)
     cost = CostModel(inverse=inverse)
     if profile is not None:
@@ -136,8 +132,6 @@ def plan_asked(
         costs=cost,
         gradients=asked.gradients,
         inverse=inverse,
-        split=SPLIT if asked.split else 1,
-        profile=profile,
     )
     # The library's own placement does not look at the rule; its seconds depend on it.
     scales = {block.name: block.rule.name for _, block in work.ruled}
@@ -220,13 +214,3 @@ def left_out(work: Work) -> str:
         return "no parameters are left out"
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"{len(names)} parameters without statistics ({count} elements): {shown}"
-
-
-def split_text(plan: Plan) -> str:
-    """What dividing factors larger than a fair share would gain."""
-    whole = max(loads_of(replace(plan, splits=())))
-    return (
-        f"slowest rank inverts for {whole:.3g} s; no placement of whole factors is "
-        f"under {lower_bound(plan):.3g} s; with {len(plan.splits)} of them divided: "
-        f"{max(loads_of(plan)):.3g} s (planned, not executed)"
-    )
