@@ -17,7 +17,7 @@ from itertools import combinations
 from pathlib import Path
 
 from natgrad.plan import make_plan
-from natgrad.plan.split import loads_of, lower_bound
+from natgrad.plan.loads import loads_of, lower_bound
 from natgrad_lab.simulate.command import SimulateCommand, hours_of, run
 from natgrad_lab.simulate.figures import scaling_figure
 from natgrad_lab.simulate.policy import every, reduced

@@ -122,6 +122,70 @@ CONTENDERS: dict[str, Contender] = {
         whole=replace(GRADIENTS, rule=replace(PMUON, sides="inputs", power=0.5)),
         split="tables",
     ),
+    # Polar by groups: PMuon for hidden matrices, Adam at a part of the rate else
+    **{
+        f"whole-split-{rate:g}": Contender(
+            rule=PMUON,
+            lrs=RATES,
+            whole=replace(GRADIENTS, fallback=Adam(rate=rate)),
+            split=True,
+        )
+        for rate in (0.02, 0.05, 0.1)
+    },
+    "whole-nor": Contender(
+        rule=PMUON,
+        lrs=RATES,
+        whole=replace(GRADIENTS, rule=replace(PMUON, beta2=0.95)),
+    ),
+    "whole-nor-split-0.05": Contender(
+        rule=PMUON,
+        lrs=RATES,
+        whole=replace(
+            GRADIENTS, rule=replace(PMUON, beta2=0.95), fallback=Adam(rate=0.05)
+        ),
+        split=True,
+    ),
+    "pmuon-nor-0.8": Contender(
+        rule=replace(PMUON, beta2=0.95), lrs=RATES, momentum=0.8
+    ),
+    "whole-soap-muon": Contender(
+        rule=SOAP,
+        lrs=RATES,
+        whole=replace(GRADIENTS, rule=replace(SOAP, orthogonal=True), damping=1e-8),
+    ),
+    "whole-soap-muon-split-0.05": Contender(
+        rule=SOAP,
+        lrs=RATES,
+        whole=replace(
+            GRADIENTS,
+            rule=replace(SOAP, orthogonal=True),
+            damping=1e-8,
+            fallback=Adam(rate=0.05),
+        ),
+        split=True,
+    ),
+    "whole-activations-nor": Contender(
+        rule=ACTIVATIONS,
+        lrs=RATES,
+        whole=replace(WHOLE, rule=replace(ACTIVATIONS, beta2=0.95)),
+    ),
+    "whole-activations-both": Contender(
+        rule=ACTIVATIONS, lrs=RATES, whole=replace(WHOLE, rule=Orthogonal())
+    ),
+    "whole-eigen-inputs": Contender(
+        rule=ACTIVATIONS,
+        lrs=RATES,
+        whole=replace(
+            WHOLE,
+            rule=EigenAdam(sides="inputs", orthogonal=True),
+            damping=1e-8,
+        ),
+    ),
+    "whole-eigen-both": Contender(
+        rule=ACTIVATIONS,
+        lrs=RATES,
+        whole=replace(WHOLE, rule=EigenAdam(orthogonal=True), damping=1e-8),
+    ),
     "whole-activations-split": Contender(
         rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, split=True
     ),

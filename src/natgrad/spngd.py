@@ -218,7 +218,7 @@ class SPNGD(Inspectable, Optimizer):
         averaged = {n: g for n, g in gradients.items() if parts[n].average.keeps_mass}
         if self.engine.sharded:
             keep_whole(self.state, self.engine)
-        for group, average, params, grads in self._by_group(self._unfolded(averaged)):
+        for group, average, params, grads in self._by_group(self._means(averaged)):
             m = float(group["momentum"])
             found = average.directions(self.state, params, grads, m)
             averages |= {id(p): x for p, x in zip(params, found, strict=True)}
@@ -294,9 +294,7 @@ class SPNGD(Inspectable, Optimizer):
         return [group_of[id(p)]["weight_decay"] for p in block.parameters]
 
     def local_gradients(self, block: Block) -> list[Tensor] | None:
-        """What this rank has of them, with coupled weight decay: of weights it has
-        no more.
-        """
+        """What this rank has of them, with coupled weight decay of those weights."""
         found, decays = block.local_gradients(), self._coupled_decays(block)
         if found is None or not any(decays):
             return found
@@ -308,15 +306,19 @@ class SPNGD(Inspectable, Optimizer):
         both = zip(found, decays, block.parameters, strict=True)
         return [g + d * local(p) for g, d, p in both]
 
+    def _means(self, stacks: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+        """As `_unfolded`, but the ``.grad`` of parameters where those are the same."""
+        blocks = [self.engine.block[n] for n in stacks]
+        plain = [b.name for b in blocks if not any(self._coupled_decays(b))]
+        own = {n: x for n in plain if (x := self.engine.gradients_of(n)) is not None}
+        return own | self._unfolded({n: g for n, g in stacks.items() if n not in own})
+
     def _unfolded(self, stacks: dict[str, Tensor]) -> dict[str, list[Tensor]]:
         """Stacks ``(s, m, n)`` by block as tensors by parameter."""
         return {name: self.engine.block[name].unfold(x) for name, x in stacks.items()}
 
     def _move(self, updates: dict[str, list[Tensor]]) -> None:
-        """eq. 23 and 24 for the blocks that this rank works on, a group at a time.
-
-        Of a sharded model, for what this rank has of each block.
-        """
+        """eq. 23 and 24 for what this rank has of its blocks, a group at a time."""
         blocks = [self.engine.block[name] for name in updates]
         parts, by_decay = self.engine.parts, dict[Decay, list[Block]]()
         for block in blocks:

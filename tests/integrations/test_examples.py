@@ -21,7 +21,13 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LONGEST = 60
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-PROCESSES = ("distributed", "distributed --kfac", "accumulation", "sharded_gpt")
+PROCESSES = {
+    "distributed": 2,
+    "distributed --kfac": 2,
+    "accumulation": 2,
+    "sharded_gpt": 2,
+    "tensor_parallel": 4,
+}
 ARGUMENTS = {"compiled": ["aot_eager"]}  # the compiler's own backend takes a minute
 TUNED = ("autoencoder", "picture", "poisson")
 """Regressions: they print a loss, or decibels, and take a number of steps."""
@@ -46,6 +52,7 @@ def test_there_is_one_for_each_way_to_train() -> None:
         "poisson",
         "sharded_gpt",
         "spngd_digits",
+        "tensor_parallel",
         "timm_style",
         "torchtitan_style",
         "usual_places",
@@ -77,11 +84,12 @@ def test_an_example(
     assert accuracy(capsys.readouterr().out) > 90
 
 
-def as_rank(rank: int, port: int, path: str, arguments: list[str]) -> str:
+def as_rank(rank: int, world: int, port: int, path: str, arguments: list[str]) -> str:
     """Run an example as torchrun would; returns what it prints."""
     dist.barrier()  # a group that is gone breaks the other rank's connecting to it
     dist.destroy_process_group()
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+    names["MASTER_PORT"] = port
     os.environ |= {name: str(value) for name, value in names.items()}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     sys.argv = [path, *arguments]
@@ -92,14 +100,15 @@ def as_rank(rank: int, port: int, path: str, arguments: list[str]) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", PROCESSES)
-def test_an_example_on_two_ranks(command: str) -> None:
+def test_an_example_on_several_ranks(command: str) -> None:
     name, *arguments = command.split()
+    world = PROCESSES[command]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     path = str(ROOT / "examples" / f"{name}.py")
-    first, second = run_world(2, as_rank, port, path, arguments)
+    first, *others = run_world(world, as_rank, world, port, path, arguments)
     assert accuracy(first) > 90
-    assert not second
+    assert not any(others)
 
 
 @pytest.mark.long

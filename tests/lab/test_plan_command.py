@@ -11,8 +11,7 @@ from torch import nn
 
 import natgrad
 from natgrad import Adaptive, Every, Options, Polar
-from natgrad.plan import HardwareProfile, make_plan
-from natgrad.plan.autotune.profile import Link
+from natgrad.plan import make_plan
 from natgrad_lab import cli
 from natgrad_lab.errors import UserError
 from natgrad_lab.models import build
@@ -131,42 +130,6 @@ def test_auto_says_why_and_plans_that(capsys: pytest.CaptureFixture[str]) -> Non
     chosen = text.split()[0]
     assert f"{chosen} on 64 ranks of abci" in text
     assert f"{chosen} on 64 ranks, placed longest_first" in text
-
-
-def test_the_split_is_said_to_be_planned_only(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    arguments = ["--model", "resnet50", "--world", "64", "--split", "--profile", "abci"]
-    assert main(arguments) == 0
-    text = capsys.readouterr().out
-    for word in ("planned, not executed", "share_factors", "gather_columns"):
-        assert word in text
-    assert main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["splits"]
-
-
-def test_a_split_that_cannot_be_is_refused_before_anything_is_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for given in ("--inverse eigen", "--rule eigen_adam"):
-        with pytest.raises(UserError, match="--split"):
-            main(["--model", "resnet8", "--split", *given.split()])
-    assert capsys.readouterr().out == ""
-
-
-def test_links_count_without_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
-    """Small factors are worth dividing only where moving them is free."""
-    assert main(["--model", "resnet8", "--world", "64", "--split", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["splits"] == []
-    free = Link(latency=0.0, bandwidth=1e18)
-    plan = make_plan(
-        work_of("resnet8").specs,
-        world=64,
-        inverse="factored",
-        split=8,
-        profile=HardwareProfile(name="free", inside=free, between=free),
-    )
-    assert plan.splits
 
 
 # -- methods --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from natgrad import KFAC, Every, Free
 from natgrad.distributed.communicator import Communicator
 from natgrad.plan import HardwareProfile, make_plan
 from natgrad.plan.autotune.profile import Collective, ModelTimes
-from natgrad.plan.split import loads_of, lower_bound
+from natgrad.plan.loads import loads_of, lower_bound
 from natgrad_lab.errors import UserError
 from natgrad_lab.models import build
 from natgrad_lab.simulate import calibrate, collectives, operations
@@ -40,7 +40,7 @@ from natgrad_lab.simulate.published import (
     worker_sizes,
 )
 from natgrad_lab.simulate.roles import Conditions, roles_of
-from natgrad_lab.simulate.run import SGD, Method, plan_of, simulate
+from natgrad_lab.simulate.run import SGD, Method, simulate
 from natgrad_lab.simulate.work import Work, work_of
 from natgrad_lab.train.metrics import MetricsWriter
 from natgrad_lab.train.processes import World
@@ -353,49 +353,6 @@ def test_longest_first_is_near_the_lower_bound(model: str, world: int) -> None:
         bound = lower_bound(plan)
     assert slowest["longest_first"] <= 1.05 * bound
     assert slowest["round_robin"] >= slowest["longest_first"]
-
-
-@pytest.mark.parametrize("world", [16, 64, 256])
-def test_dividing_the_factor_of_size_4608_beats_the_bound(world: int) -> None:
-    specs, profile = work_of("resnet50").specs, find_profile("abci")
-    plan = make_plan(
-        specs,
-        world=world,
-        inverse="factored",
-        costs=profile.cost("factored"),
-        split=8,
-        profile=profile,
-    )
-    plan.check()
-    assert {s.spec.size for s in plan.splits} == {4608}
-    assert max(loads_of(plan)) < 0.7 * lower_bound(plan)
-
-
-def test_dividing_shortens_a_simulated_step(resnet50: Work) -> None:
-    profile = find_profile("abci")
-    whole, split = (
-        simulate(resnet50, profile, 64, Method(inverse="factored", split=s))
-        for s in (1, 8)
-    )
-    assert split.phases["invert"] < 0.7 * whole.phases["invert"]
-    assert split.seconds < whole.seconds
-    assert {"share_factors", "gather_columns"} < set(split.phases)
-    assert "share_factors" not in whole.phases
-
-
-def test_helpers_of_a_split_are_roles_of_their_own(resnet50: Work) -> None:
-    """An idle rank that helps is not one with those that do not."""
-    profile = find_profile("abci")
-    method = Method(strategy="layer_wise", inverse="factored", split=8)
-    plan = plan_of(resnet50, profile, 512, method)
-    helpers = {rank for split in plan.splits for rank in split.ranks}
-    roles, _ = roles_of(plan, Conditions())
-    helping = [role for role in roles if role.divided]
-    assert sum(role.ranks for role in helping) == len(helpers)
-    assert sum(role.ranks for role in roles) == 512
-    owned = [name for role in roles for name in role.owned]
-    divided = {split.name for split in plan.splits}
-    assert sorted([*owned, *divided]) == sorted(plan.owners)
 
 
 def test_polar_and_ekfac_cost_more_to_apply(resnet50: Work) -> None:

@@ -107,11 +107,6 @@ INNER = {
     "natgrad.distributed.communicator.Communicator": "calibration of its exchanges",
     "natgrad.distributed.watchdog.Pulse": "the same watchdog beside training",
     "natgrad.engine.step.Directions": "one stage of a step, timed alone",
-    "natgrad.plan.split.BACK": "large factors by several ranks, simulated only",
-    "natgrad.plan.split.OUT": "the same",
-    "natgrad.plan.split.SPLIT_EXCHANGES": "the same",
-    "natgrad.plan.split.loads_of": "the same",
-    "natgrad.plan.split.lower_bound": "the same",
 }
 
 

@@ -17,22 +17,22 @@ examples; the terms of others add up. A user who knows better says so: `set_loss
 """
 
 import math
-import random
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import EllipsisType
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from natgrad.capture.sink import INPUTS, Sent
 from natgrad.layers import Block, Observed
+from natgrad.layers.block import StatisticSpec
 from natgrad.math.packing import flatten, trace
+from natgrad.math.shards import local
+from natgrad.math.statistics import Rows, enough_stride, every_kth, widen
 
-Rows = slice | EllipsisType
 Leaf = Callable[[], Tensor]
 Use = Literal["learned", "asked"]
 """A backward whose gradients are kept, or one that asks for them by name."""
@@ -231,7 +231,7 @@ class Call:
 
     ``rows`` are the examples looked at, ``scale`` how many each stands for, ``sent``
     the statistic of its inputs if that has left. ``leaf`` finds the tensor that the
-    weight's gradient goes to.
+    weight's gradient goes to. ``is_mine``: whether moments are made of it here.
     """
 
     block: Block
@@ -243,6 +243,7 @@ class Call:
     rows: Rows
     scale: float
     observed: Observed
+    is_mine: bool = True
     inputs: Tensor | None = None
     sent: Sent | None = None
     done: bool = False
@@ -252,6 +253,20 @@ class Call:
     def inputs_name(self) -> str:
         """The name of the statistic of its inputs."""
         return f"{self.block.name}/{INPUTS}"
+
+    def kinds(self, *, based: bool) -> Iterator[StatisticSpec]:
+        """The statistics that it adds to; S only if there are bases to have it in."""
+        for s in self.block.spec.statistics:
+            if s.kind in self.want and (s.kind != "S" or based):
+                yield s
+
+    def zeros(self, *, based: bool) -> dict[str, Tensor]:
+        """What an empty batch adds to every sum."""
+        like = widen(local(self.block.parameters[0]))
+        return {
+            s.kind: like.new_zeros(s.stack, *[s.size] * (2 - s.diagonal))
+            for s in self.kinds(based=based)
+        }
 
     def finish(self) -> None:
         """Let tensors go: the graph may outlive the backward (of a loss in a log)."""
@@ -363,11 +378,22 @@ def _listed(sizes: Any) -> str:
     return ", ".join(str(n) for n in sizes) or "unknown"
 
 
-def every_kth(examples: int, stride: int, seed: str) -> tuple[Rows, float]:
-    """Every k-th example from a random start, and how many each of them stands for."""
-    stride = min(stride, examples)
-    if stride <= 1:
+def choose_rows(
+    block: Block,
+    module: nn.Module,
+    x: Tensor,
+    output: Tensor,
+    *,
+    subsample: int | None,
+    world: int,
+    seed: str,
+) -> tuple[Rows, float]:
+    """Every k-th example from a random start; ``world`` ranks see other ones."""
+    assert block.kind is not None
+    alike = x.dim() > 0 and output.dim() > 0 and len(x) == len(output) > 0
+    vectors = block.kind.vectors(module, output) if alike else 0
+    if not vectors:
         return ..., 1.0
-    start = random.Random(seed).randrange(stride)
-    rows = slice(start, None, stride)
-    return rows, examples / len(range(start, examples, stride))
+    all_, largest = len(x) * world, block.spec.largest
+    stride = subsample or enough_stride(largest, all_, vectors)
+    return every_kth(len(x), stride, seed)

@@ -135,7 +135,10 @@ class Hooks:
         for block in blocks:
             for module in block.modules:
                 hook = partial(self._layer_hook, block)
-                handle = module.register_forward_hook(hook, with_kwargs=True)
+                # before tensor parallelism's own, which hides how outputs are cut
+                handle = module.register_forward_hook(
+                    hook, with_kwargs=True, prepend=block.is_parallel
+                )
                 self._place(module, handle)
                 _WATCHED[module] = weakref.ref(self)
 

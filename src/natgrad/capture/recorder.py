@@ -41,16 +41,16 @@ from natgrad.capture.forwards import (
     Forwards,
     Leaf,
     MicroBatch,
-    Rows,
     Use,
-    every_kth,
+    choose_rows,
 )
 from natgrad.capture.hooks import Hooks, Sentinel, accumulates, backward_id, leaf_of
+from natgrad.capture.peers import ALONE, Peers
 from natgrad.capture.sink import INPUTS, Armed
 from natgrad.diagnostics.timer import Meter
 from natgrad.layers import Block, Observed
-from natgrad.math.shards import local
-from natgrad.math.statistics import enough_stride, widen
+from natgrad.math.shards import local, whole
+from natgrad.math.statistics import Rows
 from natgrad.requiring import require_count
 
 
@@ -70,6 +70,7 @@ class Capture:
         sampled: bool,
         subsample: int | None,
         world: int,
+        peers: Peers = ALONE,
         grad_scaler: torch.amp.GradScaler | None,
         meter: Meter,
         before_forward: Callable[[], None],
@@ -80,7 +81,10 @@ class Capture:
         self._model = model
         self._loss = loss
         self._sampled = sampled
-        self._subsample, self._world = subsample, world
+        self._subsample, self._world = subsample, world // peers.count
+        self._peers = peers
+        turns = [b.name for i, b in enumerate(blocks) if peers.has_turn(i)]
+        self._turns = frozenset(turns)
         self._sampling = False
         self._scaler = grad_scaler
         self._loss_scale: float | None = None
@@ -222,10 +226,11 @@ class Capture:
         assert block.kind is not None
         x = x.detach()
         rows, scale = self._rows(block, module, x, output)
+        mine = block.name in self._turns
         with self._estimating(block, want[0], x.device.type):
-            observed = Observed()
-            if output.numel():
-                observed = block.kind.observe(module, x[rows], output, want)
+            observed, x = Observed(), whole(x)
+            if output.numel() and mine:
+                observed = block.kind.observe(module, x[rows], local(output), want)
                 observed.stand_for(scale)
         call = Call(
             block=block,
@@ -237,6 +242,7 @@ class Capture:
             rows=rows,
             scale=scale,
             observed=observed,
+            is_mine=mine,
             # autograd keeps a layer's input for the gradient of its weight anyway
             inputs=x[rows] if "S" in want else None,
         )
@@ -257,17 +263,12 @@ class Capture:
     def _rows(
         self, block: Block, module: nn.Module, x: Tensor, output: Tensor
     ) -> tuple[Rows, float]:
-        """Every k-th example from a random start: a view, and each equally likely."""
-        assert block.kind is not None
-        alike = x.dim() > 0 and output.dim() > 0 and len(x) == len(output) > 0
-        vectors = block.kind.vectors(module, output) if alike else 0
-        if not vectors:
-            return ..., 1.0
-        all_, largest = len(x) * self._world, block.spec.largest
-        stride = self._subsample or enough_stride(largest, all_, vectors)
         # From step and micro-batch alone: the same on all ranks and after a restart.
         before = f"{self.armed.step}/{len(self._captured.batches)}"
-        return every_kth(len(x), stride, before)
+        some, world = self._subsample, self._world
+        return choose_rows(
+            block, module, x, output, subsample=some, world=world, seed=before
+        )
 
     def _expect_backward(
         self, forward: Forward, block: Block, leaf: Leaf, output: Tensor
@@ -327,25 +328,23 @@ class Capture:
         batch, into = self._learn(call.forward, use)
         assert call.block.kind is not None
         with self._estimating(call.block, call.want[-1], g.device.type):
-            if g.numel():
+            g = local(g) if call.want == (INPUTS,) else whole(g.detach())
+            if not call.is_mine:
+                for s in call.kinds(based=self._has_bases(call)):
+                    into.note(s.name, 0)
+                moments = dict[str, Tensor]()
+            elif g.numel():
                 moments = call.block.kind.gradient_moments(
                     call.module, g.detach()[call.rows], call.observed.kept, call.want
                 )
                 moments |= self._scale_moment(call, g)
                 self._scale(moments, call, batch)
             else:
-                moments = self._zeros(call)
+                moments = call.zeros(based=self._has_bases(call))
             self._add(call, moments, into)
 
-    def _zeros(self, call: Call) -> dict[str, Tensor]:
-        """What an empty batch adds to every sum."""
-        has_bases = call.inputs is not None and call.block.name in self.armed.bases
-        like = widen(local(call.block.parameters[0]))
-        return {
-            s.kind: like.new_zeros(s.stack, *[s.size] * (2 - s.diagonal))
-            for s in call.block.spec.statistics
-            if s.kind in call.want and (s.kind != "S" or has_bases)
-        }
+    def _has_bases(self, call: Call) -> bool:
+        return call.inputs is not None and call.block.name in self.armed.bases
 
     def _scale_moment(self, call: Call, g: Tensor) -> dict[str, Tensor]:
         """S, in steps that estimate it and when there are bases to have it in."""
@@ -370,6 +369,7 @@ class Capture:
         if not moments:
             return  # and ask no scaler, which is a synchronisation
         factor = call.scale * (1.0 if self._loss == "sum" else float(batch.terms) ** 2)
+        factor *= self._peers.count
         scaler = None if self._sampled else self._scaler
         if scaler is not None and scaler.is_enabled():
             if self._loss_scale is None:  # a synchronisation: once a backward
@@ -393,8 +393,8 @@ class Capture:
             if sent is not None and sink is not None:
                 into.note(call.inputs_name, observed.positions)
                 sink.counted(call.inputs_name, sent)
-        for kind, whole in (kept | moments).items():
-            name, moment = f"{call.block.name}/{kind}", call.block.in_parts(kind, whole)
+        for kind, all_ in (kept | moments).items():
+            name, moment = f"{call.block.name}/{kind}", call.block.in_parts(kind, all_)
             into.add(name, moment, observed.positions)
             if sink is not None and into is self._captured:
                 sink.grown(name, into)

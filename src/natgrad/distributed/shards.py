@@ -3,85 +3,146 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from natgrad.capture.peers import Peers
 from natgrad.layers import Block
 from natgrad.math.shards import is_shard, local
-from natgrad.plan.shards import Cut, cut_up
-from natgrad.plan.strategies import Ranks
+from natgrad.plan.shards import Box, box_of, joined
+
+Ranks = tuple[int, ...]
 
 
-def find_shards(model: nn.Module, blocks: Sequence[Block], group: Any) -> bool:
+@dataclass(frozen=True)
+class Sharding:
+    """How ranks share a model.
+
+    Attributes:
+        peers: those that see the same examples as this one.
+    """
+
+    peers: Peers
+
+
+def find_shards(
+    model: nn.Module, blocks: Sequence[Block], group: Any
+) -> Sharding | None:
     """Whether ranks have the parameters in pieces; notes in each block in which.
 
-    Raises, by name, of what cannot be trained so.
+    Collective then. Raises, by name, of what cannot be trained so.
     """
     if not any(is_shard(p) for p in model.parameters()):
-        return False
+        return None
     _refuse_offload(model)
-    names = {id(p): name for name, p in model.named_parameters()}
-    groups = (group for module in model.modules() for group in _groups(module))
-    fully = {id(p.sharded_param) for group in groups for p in group.fsdp_params}
     ranks = tuple(dist.get_process_group_ranks(group))
-    for block in blocks:
-        if block.is_foreign:
-            continue
-        for p in block.parameters:
-            if not is_shard(p):
-                raise TypeError(
-                    f"{names[id(p)]} is whole on every rank, while other parameters of "
-                    "the model are sharded: nobody averages its gradient. Must be "
-                    "sharded as well: call fully_shard on the whole model last, or "
-                    "leave the parameter to another optimizer."
-                )
-            at: Any = p
-            if id(p) not in fully or not _is_data_parallel(p):
-                raise TypeError(
-                    f"{names[id(p)]} is placed as {at.placements} on a mesh of shape "
-                    f"{tuple(at.device_mesh.mesh.shape)}. Must be as fully_shard "
-                    "places a whole parameter: tensor parallelism is not supported."
-                )
-        cuts = tuple(read_cut(names[id(p)], p, ranks) for p in block.parameters)
-        block.spec = replace(block.spec, cuts=cuts)
-    copies = {b.spec.copies for b in blocks if b.spec.cuts}
-    if len(copies) > 1:
+    data = _data_ranks(model)
+    ours = [b for b in blocks if not b.is_foreign]
+    names = {id(p): name for name, p in model.named_parameters()}
+    named = [(names[id(p)], p) for b in ours for p in b.parameters]
+    parallel = any(_is_parallel(p, data) for _, p in named)
+    for name, p in named:
+        _require_placed(name, p, data, ranks, parallel=parallel)
+    for block in ours:
+        block.is_parallel = any(_is_parallel(p, data) for p in block.parameters)
+    boxes = [_box_here(name, p) for name, p in named]
+    mine = next(iter(data.values())) if data else (dist.get_rank(),)
+    told = _told((mine, boxes), group)
+    shapes = [tuple(p.shape) for _, p in named]
+    pairs = zip(shapes, zip(*(each for _, each in told), strict=True), strict=True)
+    cuts = iter([joined(shape, enumerate(held)) for shape, held in pairs])
+    for block in ours:
+        found = tuple(next(cuts) for _ in block.parameters)
+        block.spec = replace(block.spec, cuts=found)
+    groups = list(dict.fromkeys(ranks for ranks, _ in told))
+    return Sharding(Peers(count=len(groups), number=groups.index(mine)))
+
+
+def _told(said: Any, group: Any) -> list[Any]:
+    """What every rank says."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, said, group=group)
+    return found
+
+
+def _data_ranks(model: nn.Module) -> dict[int, Ranks]:
+    """Of each parameter that `fully_shard` has, by id: who averages its gradient."""
+    return {
+        id(p.sharded_param): _ranks_of(group.mesh_info.mesh)
+        for module in model.modules()
+        for group in _groups(module)
+        for p in group.fsdp_params
+    }
+
+
+def _ranks_of(mesh: Any) -> Ranks:
+    return tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist()))
+
+
+def _is_parallel(p: Any, data: dict[int, Ranks]) -> bool:
+    """Whether ranks that see the same examples share a parameter."""
+    return is_shard(p) and len(data.get(id(p), ())) < len(_ranks_of(p.device_mesh))
+
+
+def _require_placed(
+    name: str, p: Any, data: dict[int, Ranks], ranks: Ranks, *, parallel: bool
+) -> None:
+    """Raise unless all copies of what ranks have of it get the same gradient."""
+    if id(p) not in data and (data or (not is_shard(p) and not parallel)):
         raise TypeError(
-            f"Parameters are held by {sorted(copies)} ranks each. Must be one number "
-            "for all: call fully_shard with the same mesh everywhere."
+            f"{name} is whole on every rank, while other parameters of the model are "
+            "sharded: nobody averages its gradient. Must be sharded as well: call "
+            "fully_shard on the whole model last, or leave the parameter to another "
+            "optimizer."
         )
-    return True
-
-
-def _is_data_parallel(p: Any) -> bool:
-    """Whether one axis of the mesh cuts a parameter; another may have copies of it."""
-    *copied, cut = [type(placement).__name__ for placement in p.placements]
-    return cut == "Shard" and all(name == "Replicate" for name in copied)
-
-
-def read_cut(name: str, p: Any, ranks: Ranks) -> Cut:
-    """How a `DTensor` is cut among these ranks of the job, numbered as in the group."""
-    mesh, number = p.device_mesh, {rank: i for i, rank in enumerate(ranks)}
-    held = [int(rank) for rank in mesh.mesh.flatten().tolist()]
-    if sorted(held) != sorted(ranks):
+    if data and len(set(data.values())) > 1:
+        sizes = sorted({len(x) for x in data.values()})
         raise TypeError(
-            f"{name} is on a mesh of ranks {held}. Must be one of all ranks that train "
-            f"together, {list(ranks)}: tensor parallelism, and meshes of a part of "
-            "them, are not supported."
+            f"{name} and others are averaged over {sizes} ranks. Must be the same "
+            "ranks for all: call fully_shard with the same mesh everywhere."
         )
+    held = _ranks_of(p.device_mesh) if is_shard(p) else ranks
+    if held != tuple(sorted(ranks)) and not (parallel and id(p) in data):
+        raise TypeError(
+            f"{name} is on a mesh of ranks {list(held)}. Must be one of all ranks that "
+            f"train together, {list(ranks)}: a mesh of a part of them is for "
+            "fully_shard beside tensor parallelism."
+        )
+
+
+def _box_here(name: str, p: Any) -> Box:
+    """What this rank has of a parameter."""
+    shape = tuple(p.shape)
+    if not is_shard(p):
+        return (0,) * len(shape), shape
     dims = [_dim(name, placement) for placement in p.placements]
-    sizes = tuple(mesh.mesh.shape)
-    cut = cut_up(tuple(p.shape), sizes, [number[r] for r in held], dims)
-    here = cut.on(number[dist.get_rank()])
-    if here != local(p).numel():
+    # fully_shard cuts what tensor parallelism has cut already, and says so
+    later = [i for i, x in enumerate(p.placements) if "Strided" in type(x).__name__]
+    order = [i for i in range(len(dims)) if i not in later] + later
+    mesh = p.device_mesh
+    box = box_of(shape, tuple(mesh.mesh.shape), mesh.get_coordinate(), dims, order)
+    if prod(box[1]) != local(p).numel():
         raise TypeError(
             f"This rank has {local(p).numel()} elements of {name}, of placements "
-            f"{p.placements}. Must be {here}, as torch.chunk cuts it."
+            f"{p.placements}. Must be {prod(box[1])}, as torch.chunk cuts it."
         )
-    return cut
+    return box
+
+
+def settle_gradients(blocks: Sequence[Block]) -> None:
+    """Cut gradients as their parameters are, where tensor parallelism left sums to do.
+
+    Collective among peers. `fully_shard` does so itself.
+    """
+    for p in (p for b in blocks if b.is_parallel for p in b.parameters):
+        grad: Any = p.grad
+        at: Any = p
+        if grad is not None and is_shard(grad) and grad.placements != at.placements:
+            p.grad = grad.redistribute(placements=at.placements)
 
 
 def as_parameter(x: Tensor, p: Any) -> Tensor:
@@ -107,23 +168,18 @@ def as_parameter(x: Tensor, p: Any) -> Tensor:
 
 def part_here(x: Tensor, p: Any) -> Tensor:
     """What this rank has of a whole tensor that is cut as a parameter is."""
-    ranks = tuple(int(rank) for rank in p.device_mesh.mesh.flatten().tolist())
-    number = ranks.index(dist.get_rank())
-    pieces = read_cut("It", p, ranks).pieces
-    mine = [x[piece.box] for piece in pieces if number in piece.ranks]
-    return mine[0] if mine else x.new_empty(local(p).shape)
+    offsets, sizes = _box_here("It", p)
+    pairs = zip(offsets, sizes, strict=True)
+    return x[tuple(slice(start, start + size) for start, size in pairs)]
 
 
 def _dim(name: str, placement: Any) -> int:
     """The dim that a mesh's axis cuts, -1 for none."""
     if type(placement).__name__ == "Replicate":
         return -1
-    if type(placement).__name__ == "Shard":
+    if type(placement).__name__ in ("Shard", "_StridedShard"):
         return int(placement.dim)
-    raise TypeError(
-        f"{name} is placed as {placement!r}. Must be Shard or Replicate, as under "
-        "fully_shard."
-    )
+    raise TypeError(f"{name} is placed as {placement!r}. Must be Shard or Replicate.")
 
 
 def _refuse_offload(model: nn.Module) -> None:

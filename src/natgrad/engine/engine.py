@@ -124,6 +124,15 @@ class Engine(Machinery):
             for name, flat in means.items()
         }
 
+    def gradients_of(self, name: str) -> list[Tensor] | None:
+        """The ``.grad`` of a block's parameters, if those are the means to go by."""
+        block = self.block[name]
+        if self.own_gradients or self.sharded or block.is_foreign:
+            return None
+        found = [p.grad for p in block.parameters if p.grad is not None]
+        plain = all(g.dtype == self.like.dtype and not g.is_sparse for g in found)
+        return found if plain and len(found) == len(block.parameters) else None
+
     def agree(
         self,
         captured: Captured,
@@ -237,8 +246,9 @@ class Engine(Machinery):
         if self.comm.world == 1 or not cut:
             return norms
         parts = norms[:, cut]
-        squares = parts.double().square().flatten()
-        found = self.comm.agree(squares, self.copies).sqrt().to(norms)
+        copies = parts.new_tensor([self.block[names[i]].spec.copies for i in cut])
+        squares = (parts.double().square() / copies).flatten()
+        found = self.comm.agree(squares).sqrt().to(norms)
         return norms.index_copy(1, norms.new_tensor(cut).long(), found.view_as(parts))
 
     def share(

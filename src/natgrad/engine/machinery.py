@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from natgrad.capture.hooks import require_unwatched
+from natgrad.capture.peers import ALONE
 from natgrad.capture.recorder import Capture
 from natgrad.capture.unwrap import unwrap
 from natgrad.checkpoint.gather import (
@@ -79,10 +79,10 @@ class Machinery(ABC):
         require_unwatched(self.blocks)
         self.block = {b.name: b for b in self.blocks}
         self.parts = {b.name: parts_for(b, options, groups) for b in self.blocks}
-        self.sharded = find_shards(self.model, self.blocks, group)
+        self.sharding = find_shards(self.model, self.blocks, group)
+        self.sharded = self.sharding is not None
         if self.sharded:
             refuse_sharded(options, self.parts)
-        self.copies = max((b.spec.copies for b in self.blocks), default=1)
         self.like = statistics_like(self.blocks)
         updates = list(dict.fromkeys(self.parts.values()))
         self._replicas = Replicas(self.model, options, updates, optimizer)
@@ -123,7 +123,7 @@ class Machinery(ABC):
         if self.sharded:
             self.shards = Shards(self.blocks, self.comm, self.like)
             if self.comm.world > 1:
-                self.references.total = partial(self.comm.agree, copies=self.copies)
+                self.references.total = self.comm.agree
         self.capture = self._watch(grad_scaler)
         self._may_be_wrapped = follows_ddp and self.own_gradients
         self.calls: dict[str, int] = {}
@@ -138,6 +138,7 @@ class Machinery(ABC):
             sampled=self.options.fisher == "sampled",
             subsample=self.options.subsample,
             world=self.comm.world,
+            peers=self.sharding.peers if self.sharding else ALONE,
             grad_scaler=grad_scaler,
             meter=self.meter,
             before_forward=self.before_forward,

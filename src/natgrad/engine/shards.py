@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.distributed.communicator import Communicator
+from natgrad.distributed.shards import settle_gradients
 from natgrad.distributed.swap import swap
 from natgrad.layers import Block
 from natgrad.math.shards import local
@@ -44,6 +45,7 @@ class Shards:
         ``gradient`` is what this rank has of a block's; None counts as zeros where the
         block moves. One that stays has its piece as ``(1, 1, n)``.
         """
+        settle_gradients([*self._moving, *self._staying])
         have = {b.name: gradient(b) or _zeros(b) for b in self._moving}
 
         def put(name: str) -> Tensor:

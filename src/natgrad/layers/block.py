@@ -230,6 +230,7 @@ class Block:
         is_foreign: whether another optimizer has it, so that no rule may change it.
         is_table: whether an input chooses a column of the weight (an embedding).
         is_factored: whether it is a matrix with a side of inputs and one of outputs.
+        is_parallel: whether ranks may have parts of what it takes and gives.
         is_asked: whether its group asks for a rule without factors: it is no fallback.
         rule: what turns its gradient into an update.
     """
@@ -243,6 +244,7 @@ class Block:
     is_foreign: bool = False
     is_table: bool = False
     is_factored: bool = False
+    is_parallel: bool = False
     is_asked: bool = False
     rule: Rule = field(default_factory=Plain)
 

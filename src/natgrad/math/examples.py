@@ -92,6 +92,6 @@ def table_squares(indices: Tensor, g: Tensor, vocabulary: int, left: Tensor) -> 
 def _split(x: Tensor, size: int) -> Iterator[Tensor]:
     """Runs of examples, widened, of which ``size`` numbers each stay in a cache."""
     dtype = sum_dtype(x)
-    count = max(1, products.BLOCK_BYTES // (size * dtype.itemsize))
+    count = max(1, products.block_bytes(x) // (size * dtype.itemsize))
     for part in torch.split(x, count):
         yield part.to(dtype)

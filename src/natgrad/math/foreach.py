@@ -52,5 +52,9 @@ def norms(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def peaks(xs: Sequence[Tensor]) -> list[Tensor]:
-    """The largest size of an element of each; no square that could be lost."""
-    return list(torch._foreach_norm(list(xs), math.inf))
+    """The largest size of an element of each; no square that could be lost.
+
+    Of an empty one, a rank's piece of fewer rows than ranks, 0.
+    """
+    some = [x if x.numel() else x.new_zeros(1) for x in xs]
+    return list(torch._foreach_norm(some, math.inf))

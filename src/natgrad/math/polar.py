@@ -55,19 +55,20 @@ def polar(
     # Fourth powers of what is very small or large would be zero or infinite.
     peak = torch.linalg.vector_norm(x, math.inf, (-2, -1), keepdim=True)
     y = (x / peak.clamp_min(torch.finfo(x.dtype).tiny)).to(dtype)
-    gram = torch.bmm(y, y.mT)
+    now = y, y.mT
+    gram = torch.bmm(*now)
     # The root of the Gram matrix' norm bounds the largest singular value, and is
     # nearer to it than the norm of x. An entry is 1, so that it is at least 1, or x is
     # zero.
     bound = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True, dtype=x.dtype)
-    scale = bound.clamp_min_(0.25).rsqrt_().to(dtype)
-    y, gram = y * scale, gram.mul_(scale.square())
+    bound = bound.clamp_min_(0.25).to(dtype)
+    y, gram = y.mul_(bound.rsqrt()), gram.div_(bound)
     chosen = quintics(least, steps or usual)
     rows, columns = x.shape[-2:]
     if dtype != torch.bfloat16 and gram_is_cheaper(rows, columns, len(chosen)):
         return _by_gram(y, gram, chosen).to(x.dtype)
     inner, spare = torch.empty_like(gram), torch.empty_like(y)
-    now, other = (y, y.mT), (spare, spare.mT)
+    other = spare, spare.mT
     for i, (a, b, c) in enumerate(chosen):
         if i:
             torch.bmm(*now, out=gram)

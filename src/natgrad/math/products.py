@@ -11,16 +11,20 @@ from natgrad.math.packing import mirror_
 # Patches, spectra and copies are made for a few examples at a time. 4 MiB stay in a
 # last-level cache and are enough for a product to run at full speed.
 BLOCK_BYTES = 4 * 2**20
-
+# Elsewhere no cache is aimed at: only the memory that is taken at once is bounded.
+DEVICE_BYTES = 256 * 2**20
 
 # Rows of a symmetric product made in one go, from the diagonal to the right.
 PANEL = 192
 
 
 def add_product(total: Tensor, rows: Tensor) -> None:
-    """Add rows rows^T to ``total`` (g, n, n); of large ones, the upper part only."""
+    """Add rows rows^T to ``total`` (g, n, n); of large ones, the upper part only.
+
+    Off the CPU all of it, in one product: panels were tuned on CPUs.
+    """
     size = total.shape[-1]
-    if total.shape[0] > 1 or size <= PANEL:
+    if total.shape[0] > 1 or size <= PANEL or not on_cpu(total):
         total.baddbmm_(rows, rows.mT)
         return
     for start in range(0, size, PANEL):
@@ -31,6 +35,16 @@ def add_product(total: Tensor, rows: Tensor) -> None:
 def completed(total: Tensor) -> Tensor:
     """What ``add_product`` made, with its lower part."""
     return mirror_(total) if total.shape[0] == 1 < total.shape[-1] else total
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether constants that were tuned on CPUs may decide."""
+    return x.device.type == "cpu"
+
+
+def block_bytes(x: Tensor) -> int:
+    """Bytes of patches, spectra or copies made at once on the device of ``x``."""
+    return BLOCK_BYTES if on_cpu(x) else DEVICE_BYTES
 
 
 def channels_first(block: Tensor) -> Tensor:
@@ -44,7 +58,7 @@ def channels_first(block: Tensor) -> Tensor:
 def blocks(x: Tensor, growth: float = 1.0) -> Iterator[Tensor]:
     """Runs of examples, widened; ``growth`` times their size is what gets bounded."""
     size = growth * sum_dtype(x).itemsize * math.prod(x.shape[1:])
-    for block in torch.split(x, max(1, int(BLOCK_BYTES / size))):
+    for block in torch.split(x, max(1, int(block_bytes(x) / size))):
         yield block.to(sum_dtype(x))
 
 

@@ -14,6 +14,12 @@ def is_shard(x: Tensor) -> bool:
     return hasattr(x, "_local_tensor")
 
 
+def whole(x: Tensor) -> Tensor:
+    """All of it, gathered if ranks have parts: collective then."""
+    found: Any = x
+    return found.full_tensor() if is_shard(x) else x
+
+
 def local(x: Tensor) -> Tensor:
     """The part that this rank has, the very memory; a whole tensor itself."""
     found: Any = getattr(x, "_local_tensor", None)

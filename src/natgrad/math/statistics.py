@@ -6,12 +6,16 @@ caller divides the small result by a count. Convolutions are in `convolution.py`
 Letters: b rows (examples x positions), n inputs, m outputs, c channels, e examples.
 """
 
+import random
+from types import EllipsisType
+
 import torch
 from torch import Tensor
 
 from natgrad.math.parts import stacked
 from natgrad.math.products import add_product, completed, sum_dtype
 
+Rows = slice | EllipsisType
 # Vectors of one example are similar: so many examples at least, whatever they give.
 FEWEST_EXAMPLES = 64
 # An estimate of n x n has the rank of its vectors; running averages join several.
@@ -122,3 +126,13 @@ def enough_stride(size: int, examples: int, vectors: int) -> int:
     ``vectors`` is what each example gives to it: A's rows, or G's.
     """
     return max(1, examples // enough_examples(size, vectors))
+
+
+def every_kth(examples: int, stride: int, seed: str) -> tuple[Rows, float]:
+    """Every k-th example from a random start, and how many each of them stands for."""
+    stride = min(stride, examples)
+    if stride <= 1:
+        return ..., 1.0
+    start = random.Random(seed).randrange(stride)
+    rows = slice(start, None, stride)
+    return rows, examples / len(range(start, examples, stride))

@@ -18,7 +18,6 @@ from functools import cached_property
 from itertools import groupby
 
 from natgrad.plan.exchange import Exchange, Item
-from natgrad.plan.split import SPLIT_EXCHANGES
 from natgrad.plan.strategies import Ranks
 
 BUCKETS = 8
@@ -116,11 +115,6 @@ def make_buckets(
     then spread: ``(world - 1) e`` and ``(destinations - 1) e`` on the wire. Of groups
     of some of the ranks, those with none of ``only`` are left out.
     """
-    if exchange.name in SPLIT_EXCHANGES:
-        raise ValueError(
-            f"{exchange.name} is of a plan made with split=, which is planned and "
-            "simulated but not executed. Must be made with split=1."
-        )
     items = exchange.select(names)
     if not exchange.reduces:
         first, second = _shares(items), list[Parcel]()

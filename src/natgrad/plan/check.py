@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from natgrad.plan.exchange import Exchange, Item
 from natgrad.plan.shards import covers, piece_name
-from natgrad.plan.split import BACK, OUT, SPLIT_EXCHANGES, Split
 from natgrad.plan.strategies import Ranks
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ def check_plan(plan: Plan) -> None:
     _check_ranks(plan)
     _check_statistics(plan)
     _check_updates(plan)
-    _check_splits(plan)
 
 
 def _check_ranks(plan: Plan) -> None:
@@ -36,8 +34,6 @@ def _check_ranks(plan: Plan) -> None:
         for item in exchange.items:
             for ranks in (item.sources, item.destinations):
                 groups.setdefault(ranks, f"{exchange.name} of {item.name!r}")
-    for split in plan.splits:
-        groups.setdefault(tuple(sorted(split.ranks)), f"split of {split.name!r}")
     for ranks, what in groups.items():
         ordered = all(a < b for a, b in pairwise(ranks))
         if not (ranks and ordered and ranks[0] >= 0 and ranks[-1] < plan.world):
@@ -123,38 +119,6 @@ def _check_pieces(plan: Plan) -> None:
     if there or back:
         name = next(iter({**there, **back}))
         raise ValueError(f"{name!r} moves and is no piece of a matrix.")
-
-
-def _check_splits(plan: Plan) -> None:
-    """Every helper gets the factor, and every column comes back to the owner."""
-    moves = {k: plan.exchanges[k] for k in SPLIT_EXCHANGES if k in plan.exchanges}
-    found = {name: _once(exchange) for name, exchange in moves.items()}
-    out, back = found.get(OUT, {}), found.get(BACK, {})
-    seen = Counter(split.name for split in plan.splits)
-    for split in plan.splits:
-        if plan.owners.get(split.name) != split.ranks[0] or seen[split.name] > 1:
-            raise ValueError(f"The split of {split.name!r} is not its owner's, once.")
-        _check_split(split, out.pop(split.name, None), back)
-    if out or back:
-        name = next(iter({**out, **back}))
-        raise ValueError(f"{name!r} moves for a split that the plan does not have.")
-
-
-def _check_split(split: Split, out: Item | None, back: dict[str, Item]) -> None:
-    owner, ranks = split.ranks[0], tuple(sorted(split.ranks))
-    if out is None or (out.sources, out.destinations) != ((owner,), ranks):
-        raise ValueError(f"A helper misses the factor {split.name!r}.")
-    elements = split.columns(0)
-    for i, rank in enumerate(split.ranks[1:], start=1):
-        item = back.pop(f"{split.name}#{i}", None)
-        if item is None or (item.sources, item.destinations) != ((rank,), (owner,)):
-            raise ValueError(f"Columns of {split.name!r} do not return from {rank}.")
-        elements += item.elements
-    if out.elements != split.spec.packed or elements != split.spec.packed:
-        raise ValueError(
-            f"The columns of {split.name!r} have {elements} elements. Must be "
-            f"{split.spec.packed}."
-        )
 
 
 def _once(exchange: Exchange) -> dict[str, Item]:

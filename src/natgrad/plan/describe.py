@@ -16,9 +16,9 @@ def size_text(count: float) -> str:
 
 
 def describe_plan(plan: Mapping[str, Any], limit: int = 16) -> str:
-    """Render ``Plan.to_dict()``: totals, exchanges, splits, the collectives of a step
+    """Render ``Plan.to_dict()``: totals, exchanges, the collectives of a step
     and up to ``limit`` ranks."""
-    parts = [*_totals(plan), "", *_exchanges(plan), *_splits(plan, limit), ""]
+    parts = [*_totals(plan), "", *_exchanges(plan), ""]
     parts += [*_sequence(plan, limit), ""] if plan["sequence"] else []
     return "\n".join([*parts, *_ranks(plan, limit)])
 
@@ -43,19 +43,6 @@ def _exchanges(plan: Mapping[str, Any]) -> list[str]:
         payload, wire = size_text(x["bytes"]), size_text(x["wire_bytes"])
         rows.append(f"{name:<18}{x['items']:>7}{payload:>13}{wire:>13}")
     return rows
-
-
-def _splits(plan: Mapping[str, Any], limit: int) -> list[str]:
-    splits = plan["splits"]
-    if not splits:
-        return []
-    rows = ["", "divided by columns (planned and simulated, not executed)"]
-    for split in splits[:limit]:
-        whole, part = split["whole_seconds"], split["seconds"]
-        ranks = ", ".join(map(str, split["ranks"]))
-        rows.append(f"{split['statistic']}: {whole:.3g} s -> {part:.3g} s on {ranks}")
-    left = len(splits) - limit
-    return [*rows, f"({left} more are not shown)"] if left > 0 else rows
 
 
 def _sequence(plan: Mapping[str, Any], limit: int) -> list[str]:

@@ -89,18 +89,30 @@ def memory_of(plan: Plan, keeps: Keeps) -> list[dict[str, int]]:
     return rows
 
 
-def momentum_of(plan: Plan, *, sharded: bool) -> list[int]:
+def momentum_of(plan: Plan, *, sharded: bool, cut: bool = False) -> list[int]:
     """Float32 bytes of momentum by rank: on all ranks for all weights, or sharded:
     on the ranks that update a weight, as in SPNGD and Polar.
+
+    ``cut``: of a sharded model, as each weight is, where it is one of updates.
     """
+    if cut and plan.gradients == "sharded":
+        return weights_of(plan)
     if not sharded:
         return [FLOAT_BYTES * sum(b.elements for b in plan.blocks)] * plan.world
     elements = [0] * plan.world
     for block in plan.blocks:
         for rank in plan.workers[block.name]:
-            cut = block.elementwise and block.cuts
-            elements[rank] += block.held(rank) if cut else block.elements
+            alone = block.elementwise and block.cuts
+            elements[rank] += block.held(rank) if alone else block.elements
     return [FLOAT_BYTES * count for count in elements]
+
+
+def weights_of(plan: Plan) -> list[int]:
+    """Float32 bytes of weights by rank: of a sharded model, of its pieces."""
+    if plan.gradients != "sharded":
+        return [FLOAT_BYTES * sum(b.elements for b in plan.blocks)] * plan.world
+    ranks = range(plan.world)
+    return [FLOAT_BYTES * sum(b.held(rank) for b in plan.blocks) for rank in ranks]
 
 
 def _inverses(plan: Plan, block: BlockSpec) -> int:

@@ -13,12 +13,12 @@ from natgrad.plan.check import check_plan
 from natgrad.plan.cost import CostModel
 from natgrad.plan.describe import describe_plan
 from natgrad.plan.exchange import Exchange, derive_exchanges
+from natgrad.plan.loads import loads_of
 from natgrad.plan.memory import Keeps, memory_of
 from natgrad.plan.messages import Message, Wiring
 from natgrad.plan.sequence import sequence, summary
 from natgrad.plan.shards import cut_up
 from natgrad.plan.spec import FLOAT_BYTES, BlockSpec, StatisticSpec
-from natgrad.plan.split import Split, loads_of, split_exchanges, split_large
 from natgrad.plan.strategies import (
     FIRST_PLACEMENT,
     FIRST_STRATEGY,
@@ -31,8 +31,6 @@ from natgrad.plan.strategies import (
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from natgrad.plan.autotune.profile import HardwareProfile
 
 GRADIENTS = ("own", "ddp", "sharded")
 
@@ -47,12 +45,9 @@ class Plan:
         owners: Statistic name to the rank that holds and inverts it.
         workers: Block name to the sorted ranks that precondition it.
         exchanges: What moves, by name: reduce_statistics, reduce_gradients,
-            share_inverses, share_updates; with splits also share_factors and
-            gather_columns.
+            share_inverses, share_updates.
         strategy, placement, gradients, inverse: What the plan was made from.
         cost: The cost model. It decided the owners but is not part of the digest.
-        splits: Factors whose inversion several ranks divide; see `split`. A plan with
-            any can be simulated but not executed.
     """
 
     world: int
@@ -65,7 +60,6 @@ class Plan:
     gradients: str
     inverse: str
     cost: CostModel
-    splits: tuple[Split, ...] = ()
 
     @cached_property
     def statistics(self) -> tuple[StatisticSpec, ...]:
@@ -103,8 +97,6 @@ class Plan:
         content["owners"] = dict(self.owners)
         content["workers"] = {k: list(v) for k, v in self.workers.items()}
         content["exchanges"] = {k: _totals(x) for k, x in self.exchanges.items()}
-        if self.splits:
-            content["splits"] = {s.name: list(s.ranks) for s in self.splits}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -166,7 +158,7 @@ class Plan:
         return len(self.workers[block.name]) == self.world
 
     def to_dict(self, keeps: Keeps | None = None) -> dict[str, Any]:
-        """The plan as plain data: totals, blocks, exchanges, splits, ``ranks()``.
+        """The plan as plain data: totals, blocks, exchanges, ``ranks()``.
 
         ``sequence`` has the collectives of a step that refreshes everything, those
         that rank 0 takes part in, in order, neighbours of one kind together.
@@ -182,7 +174,6 @@ class Plan:
             "statistics_bytes": self.statistics_bytes,
             "blocks": [self._block_dict(block) for block in self.blocks],
             "exchanges": {k: _totals(x) for k, x in self.exchanges.items()},
-            "splits": [self._split_dict(split) for split in self.splits],
             "sequence": summary(self.sequence(rank=0)),
             "ranks": self.ranks(keeps),
         }
@@ -191,15 +182,6 @@ class Plan:
         workers = "all" if self._by_all(block) else list(self.workers[block.name])
         owners = {spec.kind: self.owners[spec.name] for spec in block.statistics}
         return {**asdict(block), "owners": owners, "workers": workers}
-
-    def _split_dict(self, split: Split) -> dict[str, Any]:
-        return {
-            "statistic": split.name,
-            "ranks": list(split.ranks),
-            "elements": [split.columns(i) for i in range(len(split.ranks))],
-            "seconds": split.seconds(self.cost),
-            "whole_seconds": self.cost.invert(split.spec),
-        }
 
     def describe(self, keeps: Keeps | None = None) -> str:
         """A readable table: bytes held, bytes moved, work by rank, imbalance."""
@@ -225,8 +207,6 @@ def make_plan(
     costs: CostModel | Mapping[str, float] | None = None,
     gradients: str = "own",
     inverse: str = "eigen",
-    split: int = 1,
-    profile: HardwareProfile | None = None,
 ) -> Plan:
     """Plan a model's step on ``world`` ranks. No process is needed.
 
@@ -241,16 +221,11 @@ def make_plan(
             "sharded" if they arrive averaged and in pieces, as under `fully_shard`:
             of blocks without ``cuts``, a ``world``-th of the rows on each rank.
         inverse: "eigen" or "factored": what is computed and shared.
-        split: At most so many ranks divide the inversion of a factor larger than a
-            fair share, where that is faster; 1: none. Needs inverse="factored". Such
-            a plan is to look at and to simulate: the library does not execute it.
-        profile: The machine whose links a split's exchanges take; None: constants.
     """
     if world < 1:
         raise ValueError(f"Invalid world={world}. Must be >= 1.")
     if gradients not in GRADIENTS:
         raise ValueError(f"Invalid gradients={gradients!r}. Must be in {GRADIENTS}.")
-    _require_split(split, inverse)
     if not isinstance(costs, CostModel):
         costs = CostModel(inverse=inverse, measured=costs or {})
     chosen, blocks = find_strategy(strategy), _blocks_of(model, norm)
@@ -263,31 +238,18 @@ def make_plan(
     exchanges = derive_exchanges(
         blocks, owners, workers, world, gradients=gradients, inverse=inverse
     )
-    specs = [spec for block in blocks for spec in block.statistics]
-    splits = split_large(specs, owners, world, costs, split, profile)
     return Plan(
         world=world,
         blocks=blocks,
         owners=owners,
         workers=workers,
-        exchanges=exchanges | split_exchanges(splits, world),
+        exchanges=exchanges,
         strategy=chosen.name,
         placement=placement,
         gradients=gradients,
         inverse=inverse,
         cost=costs,
-        splits=splits,
     )
-
-
-def _require_split(split: int, inverse: str) -> None:
-    if split < 1:
-        raise ValueError(f"Invalid split={split}. Must be >= 1.")
-    if split > 1 and inverse != "factored":
-        raise ValueError(
-            f"Invalid split={split} with inverse={inverse!r}. Must be 1, or "
-            "inverse='factored': an eigendecomposition is not divided by columns."
-        )
 
 
 def _cut_by_rows(block: BlockSpec, world: int) -> BlockSpec:

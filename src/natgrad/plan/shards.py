@@ -1,8 +1,9 @@
 """Parameters of which each rank has a part: their way to workers, and updates' back.
 
 Note [Pieces]
-Under `fully_shard` a gradient arrives averaged, cut into boxes: each rank has one, or
-none where there are more ranks than rows. A rule needs the whole matrix, so the boxes,
+Under `fully_shard` and tensor parallelism a gradient arrives averaged, cut into boxes:
+each rank has one, or none where there are more ranks than rows; several may have the
+same. A rule needs the whole matrix, so the boxes,
 *pieces*, of its gradient go to the matrix's worker, and those of its update go back to
 the ranks that hold them. Both are an exchange of items, one for each piece; what many
 pairs of ranks have for each other leaves together, in all-to-alls. A parameter whose
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from natgrad.plan.exchange import Exchange, Item
 
 Ranks = tuple[int, ...]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where it begins, and its sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,47 @@ class Cut:
         """Elements that a rank has of it."""
         return sum(p.elements for p in self.pieces if rank in p.ranks)
 
+    @cached_property
+    def copies(self) -> int:
+        """How many ranks hold each piece: what a sum over all ranks counts."""
+        return max((len(piece.ranks) for piece in self.pieces), default=1)
+
+
+def box_of(
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    place: Sequence[int],
+    dims: Sequence[int],
+    order: Sequence[int] = (),
+) -> Box:
+    """What the rank at a place of a mesh has of a parameter, as `torch.chunk` cuts it.
+
+    ``dims`` has for each axis the dim that it cuts, -1 for none; ``order`` the axes in
+    the order in which they cut, if that is not their own.
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    for i in order or range(len(mesh)):
+        dim = dims[i]
+        if dim >= 0:
+            each = -(-sizes[dim] // mesh[i])
+            start = min(sizes[dim], place[i] * each)
+            offsets[dim] += start
+            sizes[dim] = min(each, sizes[dim] - start)
+    return tuple(offsets), tuple(sizes)
+
+
+def joined(shape: Sequence[int], boxes: Iterable[tuple[int, Box]]) -> Cut:
+    """The cut in which ranks have these boxes."""
+    held: dict[Box, list[int]] = {}
+    for rank, box in boxes:
+        held.setdefault(box, []).append(rank)
+    pieces = (
+        Piece(ranks=tuple(sorted(who)), offsets=box[0], sizes=box[1])
+        for box, who in held.items()
+        if prod(box[1])
+    )
+    return Cut(shape=tuple(shape), pieces=tuple(pieces))
+
 
 def cut_up(
     shape: Sequence[int], mesh: Sequence[int], ranks: Sequence[int], dims: Sequence[int]
@@ -68,22 +112,10 @@ def cut_up(
         ranks: all of them, the last axis running fastest.
         dims: for each axis the dim that it cuts; -1: each rank of it has a copy.
     """
-    held: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    for rank, place in zip(ranks, product(*map(range, mesh)), strict=True):
-        offsets, sizes = [0] * len(shape), list(shape)
-        for i, (dim, count) in enumerate(zip(dims, mesh, strict=True)):
-            if dim >= 0:
-                each = -(-sizes[dim] // count)
-                start = min(sizes[dim], place[i] * each)
-                offsets[dim] += start
-                sizes[dim] = min(each, sizes[dim] - start)
-        held.setdefault((tuple(offsets), tuple(sizes)), []).append(rank)
-    pieces = (
-        Piece(ranks=tuple(sorted(who)), offsets=box[0], sizes=box[1])
-        for box, who in held.items()
-        if prod(box[1])
+    places = zip(ranks, product(*map(range, mesh)), strict=True)
+    return joined(
+        shape, ((rank, box_of(shape, mesh, place, dims)) for rank, place in places)
     )
-    return Cut(shape=tuple(shape), pieces=tuple(pieces))
 
 
 def piece_name(block: str, parameter: int, piece: int) -> str:
@@ -179,9 +211,6 @@ def covers(cut: Cut) -> bool:
     )
 
 
-def _overlap(
-    a: tuple[tuple[int, ...], tuple[int, ...]],
-    b: tuple[tuple[int, ...], tuple[int, ...]],
-) -> bool:
+def _overlap(a: Box, b: Box) -> bool:
     dims = zip(*a, *b, strict=True)
     return all(s < t + m and t < s + n for s, n, t, m in dims)

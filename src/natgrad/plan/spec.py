@@ -134,9 +134,8 @@ class BlockSpec:
 
     @cached_property
     def copies(self) -> int:
-        """How many ranks hold each of its pieces: what a sum over all ranks counts."""
-        pieces = (piece for cut in self.cuts for piece in cut.pieces)
-        return max((len(piece.ranks) for piece in pieces), default=1)
+        """How many ranks hold each piece of its first parameter."""
+        return self.cuts[0].copies if self.cuts else 1
 
     @cached_property
     def largest(self) -> int:

@@ -79,7 +79,7 @@ class References:
         """Note the norms of weights that are not known yet, in the first step all."""
         new = [b for b in blocks if b.name not in self.states and has_reference(b)]
         if new:
-            alone = foreach.norms([local(b.parameters[0]).detach() for b in new])
+            alone = norms_here(new, 0)
             usual = like.new_tensor([usual_norm(b) for b in new])
             norms = self.weight_norms(new, like)
             some = self.whole(stacked(alone, like)) > 0
@@ -181,14 +181,23 @@ def rows_of(block: Block) -> int:
     return dims[0] if is_matrix and (block.is_asked or block.rule.adapts) else 0
 
 
+def norms_here(blocks: Sequence[Block], number: int) -> list[Tensor]:
+    """Of what this rank has of each block's first or second parameter.
+
+    Their squares add up over ranks: what several have counts by its part.
+    """
+    mine = [local(b.parameters[number]).detach() for b in blocks]
+    copies = [b.spec.cuts[number].copies if b.spec.cuts else 1 for b in blocks]
+    norms = zip(foreach.norms(mine) if mine else (), copies, strict=True)
+    return [x if n == 1 else x / math.sqrt(n) for x, n in norms]
+
+
 def weight_norms(blocks: Sequence[Block], like: Tensor) -> Tensor:
     """Of what this rank has of each block's weight and bias together."""
-    weights = foreach.norms([local(b.parameters[0]).detach() for b in blocks])
-    biases = [local(b.parameters[-1]).detach() for b in blocks if len(b.parameters) > 1]
-    found = iter(foreach.norms(biases) if biases else [])
+    found = iter(norms_here([b for b in blocks if len(b.parameters) > 1], 1))
     zero = like.new_zeros(())
     bias = [next(found) if len(b.parameters) > 1 else zero for b in blocks]
-    return torch.hypot(stacked(weights, like), stacked(bias, like))
+    return torch.hypot(stacked(norms_here(blocks, 0), like), stacked(bias, like))
 
 
 def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from natgrad.math.rules import averaged_noise
 from natgrad.math.shards import local
 from natgrad.math.statistics import widen
 from natgrad.requiring import require_choice
-from natgrad.rules.lengths import References
+from natgrad.rules.lengths import References, norms_here
 
 VELOCITY, MASS = "velocity", "mass"
 
@@ -230,7 +230,7 @@ class Rescaled(Decay):
         if not weights:
             return []
         before = [w.clone() for w in weights]
-        norms = references.whole(torch.stack(foreach.norms(weights))).unbind()
+        norms = references.whole(torch.stack(norms_here(blocks, 0))).unbind()
         factors = [
             rescale_factor(norm, b.spec.stack * b.spec.rows)
             for b, norm in zip(blocks, norms, strict=True)

@@ -48,9 +48,9 @@ class Preconditioner:
         for group in self._groups(blocks):
             shares = {b.name: float(b.spec.elements) for b in group}
             with self.statistics.meter("precondition", shares):
-                v = _joined(group, directions)
-                u = group[0].rule.apply(self._seen(group, v, directions, gradients))
-                u = u if u is v else descending(v, u, len(group))
+                v, rule = _joined(group, directions), group[0].rule
+                u = rule.apply(self._seen(group, v, directions, gradients))
+                u = u if rule.elementwise else descending(v, u, len(group))
             parts = [u] if len(group) == 1 else u.split(len(u) // len(group))
             updates.update(zip(shares, parts, strict=True))
         return updates

@@ -193,6 +193,24 @@ def test_many_small_blocks_add_up(method: str, monkeypatch: pytest.MonkeyPatch):
     assert_close(x, conv_output_moment(x), outer[None])
 
 
+def test_constants_of_the_cpu_do_not_decide_elsewhere():
+    """One whole product of im2col's patches; the meta device stands for a GPU."""
+    geometry = make_geometry(3, padding=((1, 1), (1, 1)), bias=True)
+    called: dict[str, list[str]] = {}
+    for device in ("cpu", "meta"):
+        x = torch.empty(8, 64, 32, 32, device=device)
+        with torch.profiler.profile() as found:
+            conv_input_moment(x, geometry, "im2col")
+        called[device] = [e.key for e in found.key_averages()]
+    assert "aten::addmm_" in called["cpu"]
+    assert "aten::baddbmm_" in called["meta"]
+    assert "aten::addmm_" not in called["meta"]
+    shape = (8, 64, 32, 32)
+    assert choose_method(shape, geometry) == "autocorrelation"
+    assert choose_method(shape, geometry, tuned=False) == "im2col"
+    assert choose_method(shape, make_geometry(1), tuned=False) == "pointwise"
+
+
 def test_patches_stay_within_a_block(monkeypatch: pytest.MonkeyPatch):
     x = random_input(5, 3, 9, 8)
     geometry = make_geometry(3)

@@ -127,7 +127,9 @@ def test_the_parts_of_a_convolutions_moments(
     )
     x, g = draw(3, 4 * groups, 4, 5), draw(3, 4 * groups, 4, 3)
     dense = conv_input_moment(x, geometry)
-    monkeypatch.setattr("natgrad.math.conv.moments.choose_method", lambda *_: method)
+    monkeypatch.setattr(
+        "natgrad.math.conv.moments.choose_method", lambda *_, **__: method
+    )
     size = channels * geometry.taps
     parts = -(-dense.shape[-1] // size)
     found = conv_input_parts(x, geometry, size)

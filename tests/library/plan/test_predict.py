@@ -1,21 +1,15 @@
-"""Profiles, seconds of exchanges, the choice of a strategy, and column splits."""
+"""Profiles, seconds of exchanges, the and the choice of a strategy."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from tests.support.world import run_world
 
-from natgrad.distributed.communicator import Communicator
 from natgrad.math.polar import STEPS
 from natgrad.plan import (
-    EXCHANGES,
     BlockSpec,
     CostModel,
     HardwareProfile,
-    Plan,
     StatisticSpec,
     make_plan,
 )
@@ -28,12 +22,6 @@ from natgrad.plan.autotune.profile_file import (
     save_profile,
 )
 from natgrad.plan.cost import POLAR_STEPS
-from natgrad.plan.split import (
-    SPLIT_EXCHANGES,
-    loads_of,
-    lower_bound,
-    split_seconds,
-)
 
 
 def block(name: str, rows: int, cols: int) -> BlockSpec:
@@ -247,156 +235,6 @@ def test_a_choice_says_what_its_five_percent_are_of() -> None:
         "of the least step"
         in choose_strategy(BLOCKS, 4, machine(), compute=1.0).reasons
     )
-
-
-def test_columns_of_an_inverse_need_only_the_rows_below() -> None:
-    """The proposal is exact: helpers' columns, rows i >= j, are the inverse."""
-    generator = torch.Generator().manual_seed(0)
-    n, helpers = 12, 3
-    x = torch.randn(n, n, generator=generator, dtype=torch.float64)
-    matrix = x @ x.T + torch.eye(n, dtype=torch.float64)
-    found = torch.zeros_like(matrix)
-    for helper in range(helpers):
-        lower = torch.linalg.cholesky(matrix)
-        for j in range(helper, n, helpers):
-            corner = lower[j:, j:]
-            unit = torch.zeros(n - j, 1, dtype=torch.float64)
-            unit[0] = 1
-            y = torch.linalg.solve_triangular(corner, unit, upper=False)
-            column = torch.linalg.solve_triangular(corner.T, y, upper=True)
-            found[j:, j] = found[j, j:] = column[:, 0]
-    torch.testing.assert_close(found, torch.linalg.inv(matrix), rtol=1e-10, atol=1e-10)
-
-
-CUBIC = machine(cholesky={"call": 0.0, "square": 0.0, "cube": 1e-9}).cost("factored")
-
-
-def divided(world: int = 8, **changes: Any) -> Plan:
-    options: dict[str, Any] = {"inverse": "factored", "costs": CUBIC, "split": 8}
-    return make_plan(BLOCKS, world=world, **(options | changes))
-
-
-def test_a_factor_larger_than_a_fair_share_is_divided() -> None:
-    plan = divided()
-    plan.check()
-    first = plan.splits[0]
-    assert first.name == "big/A"
-    assert first.ranks[0] == plan.owners["big/A"]
-    whole = 1e-9 * 256**3
-    part = whole * (1 / 3 + 2 / 3 / len(first.ranks))
-    assert first.seconds(CUBIC) == pytest.approx(part)
-    alone = divided(split=1)
-    assert alone.splits == ()
-    assert max(loads_of(plan)) < lower_bound(plan) <= max(loads_of(alone))
-
-
-def test_a_split_is_part_of_the_plan() -> None:
-    """Its groups, exchanges and elements; in the digest, the data and the table."""
-    plan, alone = divided(), divided(split=1)
-    split, world = plan.splits[0], plan.world
-    packed = 256 * 257 // 2
-    out, back = (plan.exchanges[name] for name in SPLIT_EXCHANGES)
-    assert out.elements([split.name]) == packed
-    assert out.wire([split.name]) == (len(split.ranks) - 1) * packed
-    mine = [i for i in back.items if i.name.startswith(f"{split.name}#")]
-    assert [i.sources for i in mine] == [(rank,) for rank in split.ranks[1:]]
-    assert split.columns(0) + sum(i.elements for i in mine) == packed
-    sent, received = back.volumes()
-    assert received[split.ranks[0]] == sum(sent) == back.elements()
-    assert plan.digest() != alone.digest()
-    # Other helpers move as much: who they are counts.
-    other = replace(split, ranks=(*split.ranks[:1], *split.ranks[:0:-1]))
-    moved = replace(plan, splits=(other, *plan.splits[1:]))
-    assert moved.digest() != plan.digest()
-    assert set(alone.exchanges) == set(EXCHANGES)
-    found = plan.to_dict()
-    assert found["splits"][0]["ranks"] == list(split.ranks)
-    assert sum(found["splits"][0]["elements"]) == packed
-    seconds = [rank["seconds"] for rank in found["ranks"]]
-    assert max(seconds) < max(r["seconds"] for r in alone.to_dict()["ranks"])
-    assert f"big/A: {1e-9 * 256**3:.3g} s ->" in plan.describe()
-    assert len(seconds) == world
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"share_factors": {"destinations": (0, 1)}}, "misses the factor 'big/A'"),
-        ({"gather_columns": {"sources": (0,)}}, "'big/A' do not return from"),
-        ({"gather_columns": {"elements": 3}}, "'big/A' have .* Must be 32896"),
-        ({"gather_columns": {"name": "odd#1"}}, "'big/A' do not return from"),
-    ],
-)
-def test_a_faulty_split_is_found(
-    change: dict[str, dict[str, Any]], message: str
-) -> None:
-    plan = divided()
-    exchanges = dict(plan.exchanges)
-    for name, changes in change.items():
-        old = exchanges[name]
-        first = replace(old.items[0], **changes)
-        exchanges[name] = replace(old, items=(first, *old.items[1:]))
-    with pytest.raises(ValueError, match=message):
-        replace(plan, exchanges=exchanges).check()
-
-
-def test_exchanges_without_their_split_are_found() -> None:
-    with pytest.raises(ValueError, match="split that the plan does not have"):
-        replace(divided(), splits=()).check()
-
-
-def test_more_helpers_are_never_worse_than_a_third() -> None:
-    plan = make_plan(BLOCKS, world=8, inverse="factored")
-    spec = next(s for s in plan.statistics if s.name == "big/A")
-    seconds = [split_seconds(plan.cost, spec, r) for r in (1, 2, 8, 10**6)]
-    assert seconds[0] == pytest.approx(plan.cost.invert(spec))
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[-1] > seconds[0] / 3
-
-
-def test_an_eigendecomposition_is_not_divided() -> None:
-    with pytest.raises(ValueError, match="split=8 with inverse='eigen'"):
-        make_plan(BLOCKS, world=8, split=8)
-    with pytest.raises(ValueError, match="Invalid split=0"):
-        make_plan(BLOCKS, world=8, split=0)
-
-
-def test_a_dear_network_keeps_factors_whole() -> None:
-    slow = machine(
-        between={"latency": 10.0, "bandwidth": 1.0},
-        inside={"latency": 10.0, "bandwidth": 1.0},
-    )
-    assert divided(profile=slow).splits == ()
-    # Without a machine the constants' links count: a small gain is not worth them.
-    cheap = machine(cholesky={"call": 0.0, "square": 0.0, "cube": 1e-12})
-    assert divided(costs=cheap.cost("factored")).splits == ()
-
-
-def test_a_split_takes_the_links_that_its_ranks_are_on() -> None:
-    profile = machine()
-    assert profile.move_among(1e6, (0, 1)) == profile.move(1e6, 2)
-    assert profile.move_among(1e6, (0, 2)) == pytest.approx(0.5e6 / 1e8 + 1e-5)
-    plan = divided(profile=profile)
-    each = [exchange_seconds(plan, name, profile) for name in SPLIT_EXCHANGES]
-    ranks = plan.splits[0].ranks
-    least = profile.move_among(4 * plan.splits[0].spec.packed, ranks)
-    assert each[0] == each[1] >= least > 0
-
-
-def execute(rank: int) -> str:
-    plan = divided(world=2)
-    assert plan.splits
-    try:
-        Communicator(plan)
-    except ValueError as error:
-        return str(error)
-    return "executed"
-
-
-@pytest.mark.processes
-def test_the_runtime_refuses_a_plan_with_splits() -> None:
-    said = run_world(2, execute)
-    assert all("Must be made with split=1" in text for text in said)
 
 
 # -- rules and sizes of products ------------------------------------------------------

@@ -46,8 +46,6 @@ WORDS: Mapping[str, Rule] = {
 """Rules that a group may have, by name."""
 MOST_RANKS = 65_536
 """A plan of ResNet-50 for as many takes seven seconds, and more take more."""
-SPLIT = 8
-"""The most ranks that --split lets divide one factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ class Asked:
     norm: Literal["skip", "unit", "diag", "full"] | None = None
     """Statistic of normalisation layers."""
     inverse: Literal["eigen", "factored"] | None = None
-    """Eigendecomposition or Cholesky; with --split Cholesky."""
+    """Eigendecomposition or Cholesky."""
     refresh: Literal["every", "adaptive"] | None = None
     """At the intervals below, or each statistic at its own."""
     statistics: int | None = None
@@ -86,8 +84,6 @@ class Asked:
     """Who averages gradients: the library, or DDP."""
     batch_per_rank: int = 32
     """Examples a rank."""
-    split: bool = False
-    """Divide factors larger than a fair share (planned and simulated, not executed)."""
 
 
 def require_world(*worlds: int) -> None:
@@ -104,7 +100,7 @@ def options_asked(asked: Asked) -> Options:
     """The method with the options that were given."""
     if asked.batch_per_rank < 1:
         raise UserError(f"Invalid batch_per_rank={asked.batch_per_rank}. Must be >= 1.")
-    inverse = asked.inverse or ("factored" if asked.split else None)
+    inverse = asked.inverse
     try:
         found = _changed(asked, METHODS[asked.method], inverse)
     except ValueError as error:
@@ -113,13 +109,7 @@ def options_asked(asked: Asked) -> Options:
     if inverse not in (None, inverse_of(found)):
         raise UserError(
             f"Invalid inverse={inverse!r}. Must be {inverse_of(found)!r} with "
-            f"--method {asked.method}, --rule {rule.name} and --sides {rule.sides}"
-            + (": --split divides Cholesky's inverse." if asked.split else ".")
-        )
-    if asked.split and inverse_of(found) != "factored":
-        raise UserError(
-            "Invalid inverse='eigen' with --split. Must be factored: an "
-            "eigendecomposition is not divided by columns."
+            f"--method {asked.method}, --rule {rule.name} and --sides {rule.sides}."
         )
     return found
 

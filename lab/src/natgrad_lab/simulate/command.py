@@ -14,7 +14,6 @@ from rich.table import Table
 from natgrad_lab.console import show
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate.asked import (
-    SPLIT,
     Asked,
     inverse_of,
     options_asked,
@@ -121,7 +120,6 @@ def method_of(asked: SimulateCommand, strategy: str, world: int) -> Method:
         subsample=options.subsample,
         gradients=asked.gradients,
         policy=policy_of(asked, world),
-        split=SPLIT if asked.split else 1,
     )
 
 

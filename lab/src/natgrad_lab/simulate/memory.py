@@ -10,12 +10,18 @@ from typing import Any
 from natgrad import Budget, Options
 from natgrad.diagnostics.groups import Labelled
 from natgrad.layers import Block
-from natgrad.plan import FLOAT_BYTES, Keeps, Plan, memory_of, momentum_of, size_text
-from natgrad.plan.split import OUT, SPLIT_EXCHANGES
+from natgrad.plan import (
+    FLOAT_BYTES,
+    Keeps,
+    Plan,
+    memory_of,
+    momentum_of,
+    size_text,
+    weights_of,
+)
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate.work import Work
 
-INVERTING = ("share_inverses", *SPLIT_EXCHANGES)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -49,23 +55,37 @@ def _moment(block: Block) -> int:
 
 
 def memory_by_rank(
-    plan: Plan, work: Work, batch: int, *, keeps: Keeps | None = None, sharded: bool
+    plan: Plan,
+    work: Work,
+    batch: int,
+    *,
+    keeps: Keeps | None = None,
+    sharded: bool,
+    cut: bool = False,
 ) -> list[dict[str, int]]:
     """Float32 bytes by rank: curvature as planned, the rest of training, activations.
 
     ``momentum`` is on all ranks for all weights, or, ``sharded`` as by SPNGD and Polar,
-    on those that update a weight. ``activations`` counts every layer's output once,
-    for ``batch`` examples: an estimate from above for inference, from below with
-    temporaries.
+    on those that update a weight; ``cut`` as the weight is, of a model that is itself
+    sharded, of which weights and gradients are pieces. ``activations`` counts every
+    layer's output once, for ``batch`` examples: an estimate from above for inference,
+    from below with temporaries.
     """
-    weights = FLOAT_BYTES * work.parameters
-    momentum = momentum_of(plan, sharded=sharded)
-    rest = {"weights": weights, "gradients": weights}
-    rest["activations"] = FLOAT_BYTES * batch * work.elements
+    weights = [FLOAT_BYTES * work.parameters] * plan.world
+    if plan.gradients == "sharded":
+        weights = weights_of(plan)
+    momentum = momentum_of(plan, sharded=sharded, cut=cut)
+    active = FLOAT_BYTES * batch * work.elements
     kept = memory_of(plan, keeps or Keeps())
     rows = [
-        {**mine, "momentum": own, **rest}
-        for mine, own in zip(kept, momentum, strict=True)
+        {
+            **mine,
+            "momentum": own,
+            "weights": held,
+            "gradients": held,
+            "activations": active,
+        }
+        for mine, own, held in zip(kept, momentum, weights, strict=True)
     ]
     return [row | {"total": sum(row.values())} for row in rows]
 
@@ -97,12 +117,12 @@ def exchange_bytes(
     """
     whole = {spec.name: spec.elements for spec in plan.statistics}
     moments = {spec.name for spec in plan.statistics if spec.kind == "S"}
-    intervals = {"reduce_statistics": statistics, **dict.fromkeys(INVERTING, inverses)}
+    intervals = {"reduce_statistics": statistics, "share_inverses": inverses}
     table: dict[str, dict[str, Any]] = {}
     for name, exchange in plan.exchanges.items():
         packed = dense = exchange.elements()
         symmetric = name == "share_inverses" and plan.inverse == "factored"
-        if symmetric or name in ("reduce_statistics", OUT):
+        if symmetric or name == "reduce_statistics":
             dense = sum(whole[item.name] for item in exchange.items)
         interval = intervals.get(name, 1)
         mean = sum(

@@ -24,12 +24,10 @@ from natgrad.plan import (
     make_plan,
     size_text,
 )
-from natgrad.plan.split import loads_of, lower_bound
 from natgrad_lab.console import show, width
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate.asked import (
     METHODS,
-    SPLIT,
     Asked,
     inverse_of,
     options_asked,
@@ -55,6 +53,9 @@ class PlanCommand(Asked):
 
     method: Literal["kfac", "spngd", "polar", "muon", "soap", "shampoo"] = "kfac"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Whose options are the defaults: natgrad.KFAC, SPNGD, Polar, Muon, ..."""
+    gradients: Literal["own", "ddp", "sharded"] = "own"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Who averages gradients: the library, DDP, or fully_shard, which also cuts the
+    model."""
     world: int = 8
     """Number of ranks."""
     strategy: str | None = None
@@ -82,8 +83,9 @@ def main(arguments: Sequence[str]) -> int:
     plan = plan_asked(asked, options, work, profile, choice)
     plan.check()
     keeps, sharded = keeps_of(options, work.ruled), asked.method != "kfac"
+    cut = not (sharded and options.average.keeps_mass)
     rows = memory_by_rank(
-        plan, work, asked.batch_per_rank, keeps=keeps, sharded=sharded
+        plan, work, asked.batch_per_rank, keeps=keeps, sharded=sharded, cut=cut
     )
     if asked.memory is not None:
         require_fit(rows, parse_size(asked.memory))
@@ -99,8 +101,6 @@ def main(arguments: Sequence[str]) -> int:
     show(memory_table(rows))
     show(traffic_table(plan, *options.refresh.mean_intervals()))
     print(textwrap.fill(left_out(work), width()))
-    if asked.split:
-        print(split_text(plan))
     return 0
 
 
@@ -119,7 +119,7 @@ def plan_asked(
     profile: HardwareProfile | None,
     choice: Choice | None,
 ) -> Plan:
-    """The plan that a run of this method executes, or with --split would."""
+    """The plan that a run of this method executes."""
     inverse = inverse_of(options)
     cost = CostModel(inverse=inverse)
     if profile is not None:
@@ -132,8 +132,6 @@ def plan_asked(
         costs=cost,
         gradients=asked.gradients,
         inverse=inverse,
-        split=SPLIT if asked.split else 1,
-        profile=profile,
     )
     # The library's own placement does not look at the rule; its seconds depend on it.
     scales = {block.name: block.rule.name for _, block in work.ruled}
@@ -216,13 +214,3 @@ def left_out(work: Work) -> str:
         return "no parameters are left out"
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"{len(names)} parameters without statistics ({count} elements): {shown}"
-
-
-def split_text(plan: Plan) -> str:
-    """What dividing factors larger than a fair share would gain."""
-    whole = max(loads_of(replace(plan, splits=())))
-    return (
-        f"slowest rank inverts for {whole:.3g} s; no placement of whole factors is "
-        f"under {lower_bound(plan):.3g} s; with {len(plan.splits)} of them divided: "
-        f"{max(loads_of(plan)):.3g} s (planned, not executed)"
-    )

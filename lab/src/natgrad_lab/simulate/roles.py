@@ -51,13 +51,9 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """Ranks that do the same: what they invert and precondition, and how fast.
-
-    ``divided`` are the factors that they invert together with others.
-    """
+    """Ranks that do the same: what they invert and precondition, and how fast."""
 
     owned: tuple[str, ...]
-    divided: tuple[str, ...]
     columns: tuple[int, ...]
     speed: float
     ranks: int
@@ -68,14 +64,9 @@ def roles_of(
     plan: Plan, conditions: Conditions
 ) -> tuple[list[Role], list[list[BlockSpec]]]:
     """Ranks gathered by what they do, and the blocks of each column of workers."""
-    divided: dict[int, list[str]] = defaultdict(list)
-    for split in plan.splits:
-        for rank in split.ranks:
-            divided[rank].append(split.name)
     owned: dict[int, list[str]] = defaultdict(list)
     for name, rank in plan.owners.items():
-        if name not in divided[rank]:
-            owned[rank].append(name)
+        owned[rank].append(name)
     columns: dict[tuple[int, ...], list[BlockSpec]] = {}
     for block in plan.blocks:
         columns.setdefault(plan.workers[block.name], []).append(block)
@@ -85,23 +76,19 @@ def roles_of(
             for rank in ranks:
                 member[rank].append(index)
     slow = _slow_ranks(plan.world, conditions.stragglers)
-    keys: dict[tuple[Names, Names, tuple[int, ...], float], list[int]] = {}
-    busy = {rank for rank, names in divided.items() if names}
-    busy |= set(owned) | set(member) | slow
+    keys: dict[tuple[Names, tuple[int, ...], float], list[int]] = {}
+    busy = set(owned) | set(member) | slow
     for rank in sorted(busy):
         speed = conditions.slowness if rank in slow else 1.0
-        names = tuple(owned.get(rank, ())), tuple(divided.get(rank, ()))
-        key = (*names, tuple(member.get(rank, ())), speed)
+        key = tuple(owned.get(rank, ())), tuple(member.get(rank, ())), speed
         keys.setdefault(key, []).append(rank)
     roles = [
-        Role(owned=o, divided=d, columns=c, speed=s, ranks=len(ranks), first=ranks[0])
-        for (o, d, c, s), ranks in keys.items()
+        Role(owned=o, columns=c, speed=s, ranks=len(ranks), first=ranks[0])
+        for (o, c, s), ranks in keys.items()
     ]
     if idle := plan.world - len(busy):
         first = next(rank for rank in range(plan.world) if rank not in busy)
-        none = Role(
-            owned=(), divided=(), columns=(), speed=1.0, ranks=idle, first=first
-        )
+        none = Role(owned=(), columns=(), speed=1.0, ranks=idle, first=first)
         roles.append(none)
     return roles, list(columns.values())
 

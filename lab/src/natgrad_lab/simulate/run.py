@@ -21,9 +21,7 @@ PHASES = (
     "statistics",
     "reduce_statistics",
     "reduce_gradients",
-    "share_factors",
     "invert",
-    "gather_columns",
     "share_inverses",
     "precondition",
     "share_updates",
@@ -41,9 +39,9 @@ class Method:
     """What is simulated: ``sgd``, or a strategy with its placement and policy.
 
     ``costs`` place statistics: the profile's, as with ``strategy="auto"``, or the
-    library's constants ("library"), as with a named strategy. ``split`` is
-    `make_plan`'s: the most ranks that divide one factor. ``scale`` is the rule and
-    ``subsample`` the share of examples that statistics are of, as the library has them.
+    library's constants ("library"), as with a named strategy. ``scale`` is
+    the rule and ``subsample`` the share of examples that statistics are of, as the
+    library has them.
     """
 
     strategy: str = "factor_wise"
@@ -51,7 +49,6 @@ class Method:
     inverse: str = "eigen"
     gradients: str = "own"
     policy: Policy = EVERY_STEP
-    split: int = 1
     costs: str = "profile"
     scale: str = "kronecker"
     subsample: int | None = 1
@@ -96,8 +93,6 @@ def plan_of(work: Work, profile: HardwareProfile, world: int, method: Method) ->
         costs=None if method.costs == "library" else cost,
         gradients="ddp" if method.sgd else method.gradients,
         inverse=method.inverse,
-        split=method.split,
-        profile=profile,
     )
 
 

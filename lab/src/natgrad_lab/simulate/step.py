@@ -16,14 +16,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from natgrad.plan import BlockSpec, StatisticSpec
-from natgrad.plan.autotune import AGREEMENTS, exchange_seconds
-from natgrad.plan.split import BACK, OUT
+from natgrad.plan.autotune import AGREEMENTS
 from natgrad_lab.simulate.events import Task, Timeline
-from natgrad_lab.simulate.exchanges import NETWORK, Exchanges, whole
+from natgrad_lab.simulate.exchanges import Exchanges, whole
 from natgrad_lab.simulate.roles import label, roles_of
 from natgrad_lab.simulate.work import Layer
 
@@ -57,7 +56,6 @@ class StepBuilder(Exchanges):
         """Seconds of each inversion and of preconditioning each block, alone."""
         cost = self.profile.cost(self.plan.inverse, self.scale)
         self.costs = {s.name: cost.invert(s) for s in self.plan.statistics}
-        self.parts = {s.name: s.seconds(cost) for s in self.plan.splits}
         self.applies = {b.name: cost.precondition(b) for b in self.plan.blocks}
         if self.times is not None and (self.plan.inverse, self.scale) == MEASURED:
             _scale_to(self.costs, self.times.invert)
@@ -157,9 +155,8 @@ class StepBuilder(Exchanges):
         sent = [*sent, *self._agree(1, [*ends.values(), *sent[-1:]])]
         inverted = self._invert(ends, sent)
         agreed = self._agree(1 if self.kind.inverted else 0, inverted.values())
-        gathered = self._divide(BACK, inverted.values())
         shared = self._share("share_inverses", inverted, self.kind.inverts)
-        last = shared or gathered or next(iter(agreed), None)
+        last = shared or next(iter(agreed), None)
         applied = self._precondition(inverted, last)
         agreed = self._agree(AGREEMENTS - 1, applied.values())
         updated = self._share("share_updates", applied, whole)
@@ -180,32 +177,19 @@ class StepBuilder(Exchanges):
     def _invert(
         self, ends: Mapping[float, Task], sent: Sequence[Task]
     ) -> dict[int, Task]:
-        divided = self._divide(OUT, sent[-1:])
         loads: list[float] = []
         for role in self.roles:
             mine = sum(self.costs[x] * self.kind.inverts(x) for x in role.owned)
-            mine += sum(self.parts[x] * self.kind.inverts(x) for x in role.divided)
             loads.append(mine * role.speed)
         tasks: dict[int, Task] = {}
         for index, seconds in enumerate(self._sharing_cores(loads)):
             role = self.roles[index]
-            waits = [ends[role.speed], *sent[-1:], divided]
+            waits = [ends[role.speed], *sent[-1:]]
             stream = f"role {index}"
             tasks[index] = self.timeline.add(
                 label(role), "invert", stream, seconds, waits
             )
         return tasks
-
-    def _divide(self, exchange: str, after: Iterable[Task]) -> Task | None:
-        """One exchange of the factors that several ranks invert together."""
-        weights = {s.name: self.kind.inverts(s.name) for s in self.plan.splits}
-        if not any(weights.values()):
-            return None
-        size = self.conditions.element_bytes(exchange)
-        seconds = exchange_seconds(
-            self.plan, exchange, self.profile, weights=weights, element_bytes=size
-        )
-        return self.timeline.add(exchange, exchange, NETWORK, seconds, after)
 
     def _precondition(
         self, inverted: Mapping[int, Task], shared: Task | None

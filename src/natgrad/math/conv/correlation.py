@@ -137,7 +137,8 @@ def spread(correlation: Tensor, geometry: ConvGeometry) -> Tensor:
     groups, _, size, _ = offsets.shape
     result = offsets.new_empty(groups, size, geometry.taps, size, geometry.taps)
     # A product with zeros and ones gathers several times faster than an index does.
-    step = max(1, products.BLOCK_BYTES // 4 // (size * geometry.taps**2 * groups * 4))
+    most = products.block_bytes(offsets) // 4
+    step = max(1, most // (size * geometry.taps**2 * groups * 4))
     for start in range(0, size, step):
         rows = offsets[:, :, start : start + step]
         wide = (rows.flatten(2).mT @ select).view(

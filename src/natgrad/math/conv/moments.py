@@ -69,7 +69,7 @@ def conv_input_moment(
     if geometry.padding_mode != "zeros":
         x, geometry = pad_explicitly(x, geometry)
     if method == "auto":
-        method = choose_method(x.shape, geometry)
+        method = choose_method(x.shape, geometry, tuned=products.on_cpu(x))
     moment = _MOMENTS[method](x, geometry).flatten(3).flatten(1, 2)
     if not geometry.bias:
         return moment
@@ -120,8 +120,15 @@ def conv_output_parts(g: Tensor, groups: int, size: int) -> Tensor:
     return stacked([conv_output_moment(each) for each in cuts], size)
 
 
-def choose_method(x_shape: Sequence[int], geometry: ConvGeometry) -> str:
-    """The fastest method, from shapes alone, so that every rank chooses the same."""
+def choose_method(
+    x_shape: Sequence[int], geometry: ConvGeometry, *, tuned: bool = True
+) -> str:
+    """The fastest method, from shapes alone, so that every rank chooses the same.
+
+    The rates it goes by are those of CPUs; where they are not ``tuned``, im2col.
+    """
+    if not tuned:
+        return "pointwise" if is_pointwise(geometry) else "im2col"
     return cheapest(tuple(x_shape), geometry).method
 
 
@@ -148,7 +155,7 @@ def _patch_blocks(x: Tensor, geometry: ConvGeometry) -> Iterator[Tensor]:
     """Views (C, *kernel, N, *outputs) of all patches, a bounded number at a time."""
     outputs = geometry.outputs(x.shape[2:])
     line = x.shape[1] * geometry.taps * math.prod(outputs[1:])
-    lines = max(1, products.BLOCK_BYTES // (line * sum_dtype(x).itemsize))
+    lines = max(1, products.block_bytes(x) // (line * sum_dtype(x).itemsize))
     for block in torch.split(x, max(1, lines // outputs[0])):
         views = windows(pad(block.to(sum_dtype(x)), geometry.padding), geometry)
         for part in torch.split(views, lines, dim=2 + geometry.dims):

@@ -13,11 +13,11 @@ from dataclasses import replace
 from natgrad.plan.autotune.profile import Collective, HardwareProfile
 from natgrad.plan.buckets import Bucket, bucket_limit, make_buckets
 from natgrad.plan.exchange import Exchange, Item
+from natgrad.plan.loads import loads_of
 from natgrad.plan.messages import AGREE, BUCKET_BYTES, CONTROL, Message, Wiring
 from natgrad.plan.plan import Plan
 from natgrad.plan.sequence import Departure, Leg, departures
 from natgrad.plan.spec import FLOAT_BYTES
-from natgrad.plan.split import SPLIT_EXCHANGES, loads_of
 
 Weights = Mapping[str, float]
 
@@ -39,11 +39,8 @@ def exchange_seconds(
 ) -> float:
     """Seconds of one exchange, or of its items ``names``, with nothing beside it.
 
-    ``weights`` scale items: the probability that a statistic is due. The exchanges of
-    splits are taken whole, with weights by statistic.
+    ``weights`` scale items: the probability that a statistic is due.
     """
-    if name in SPLIT_EXCHANGES:
-        return _divided(plan, profile, weights, element_bytes)
     exchange = plan.exchanges[name]
     items = exchange.items if names is None else exchange.select(names)
     sizes = [
@@ -129,19 +126,6 @@ def message_seconds(
     if stride > 1:
         one = profile.move_strided(size, len(ranks), stride)
     return 2 * one if message.kind == "all_reduce" else one
-
-
-def _divided(
-    plan: Plan, profile: HardwareProfile, weights: Weights | None, element_bytes: int
-) -> float:
-    """Splits run side by side; a rank that is in several takes them in turn."""
-    busy: dict[int, float] = {}
-    for split in plan.splits:
-        weight = 1.0 if weights is None else weights[split.name]
-        seconds = split.exchange_seconds(profile, weight * element_bytes)
-        for rank in split.ranks if weight else ():
-            busy[rank] = busy.get(rank, 0.0) + seconds
-    return max(busy.values(), default=0.0)
 
 
 def is_measured(profile: HardwareProfile, world: int) -> bool:
@@ -239,8 +223,7 @@ def added_seconds(
         return exchange_seconds(plan, name, profile, element_bytes=size)
 
     shared = _share_often(plan, profile, statistics, inverses, half)
-    divided = {x: moved(x) / inverses for x in SPLIT_EXCHANGES if plan.splits}
-    return divided | {
+    return {
         "reduce_statistics": moved("reduce_statistics") / statistics,
         "invert": (invert + agree) / inverses,
         "share_inverses": shared,

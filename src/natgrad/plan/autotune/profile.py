@@ -17,7 +17,6 @@ ranks computes; when some are done before others, the rest go on faster.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -266,13 +265,6 @@ class HardwareProfile:
         inside, nodes = self.nodes(ranks)
         return self._pass(self.inside, size, inside, calls) + self._pass(
             self.between, size, nodes, calls
-        )
-
-    def move_among(self, size: float, ranks: Sequence[int]) -> float:
-        """The same over these ranks, wherever they are."""
-        nodes = Counter(rank // self.ranks_per_node for rank in ranks)
-        return self._pass(self.inside, size, max(nodes.values()), 1) + self._pass(
-            self.between, size, len(nodes), 1
         )
 
     def move_strided(self, size: float, ranks: int, groups: int) -> float:

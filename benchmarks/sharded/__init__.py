@@ -1,0 +1,1 @@
+"""Sharded models: memory as planned, and the time of a step against AdamW's."""
