@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo quick quick-tests test-library test-lab test-processes test test-all durations \
+.PHONY: help venv demo quick quick-tests test-library test-lab test-gpu test-processes test test-all durations \
 	check lint types docs dist bench mutations soak format clean
 
 # Tests start hundreds of processes: each would compile every file again.
@@ -64,6 +64,9 @@ test-library: $(ALONE)/.installed ## the library's tests, where the lab is not i
 
 test-lab: $(STAMP) ## the tests of the lab, of faults and of integrations
 	$(PYTEST) tests/lab tests/faults tests/integrations
+
+test-gpu: $(STAMP) ## the tests that need CUDA, one worker; skipped where there is none
+	$(BIN)/python -m pytest -q -m gpu tests/library
 
 test-processes: $(STAMP) ## the tests that start processes, with torch.distributed's own checks
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(PYTEST) -m 'processes and not long'

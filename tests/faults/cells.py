@@ -1,11 +1,11 @@
 """Faults of ranks in every way to train: a part of the soak.
 
-A *cell* is an optimizer, a rule, a strategy, and who averages gradients. In each, a run
-of a few steps meets several faults. Some are *told*: all ranks raise one error, put it
-right and go on. Others are *fatal*: the survivors end, and all ranks start again from
-the last checkpoint. Some are in the *data*: the run goes on, and the undisturbed run
-has them too. In the end the weights must be those of the undisturbed run, to the last
-bit.
+A *cell* is an optimizer, a rule, a strategy, and who averages gradients (natgrad, DDP,
+or `fully_shard`, whose ranks have a part of each parameter). In each, a run of a few
+steps meets several faults. Some are *told*: all ranks raise one error, put it right and
+go on. Others are *fatal*: the survivors end, and all ranks start again from the last
+checkpoint. Some are in the *data*: the run goes on, and the undisturbed run has them
+too. In the end the weights must be those of the undisturbed run, to the last bit.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from tests.support.fleet import (
     RULES,
     Damping,
@@ -33,8 +34,16 @@ from tests.support.fleet import (
     store_of_test,
 )
 from tests.support.world import run_world
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
-from natgrad.distributed import transfer, watchdog
+from natgrad.distributed import watchdog
+from natgrad.distributed.communicator import Communicator
+from natgrad.distributed.loads import Load
 
 Result = dict[str, Any]
 STEPS, TIMEOUT, FAULTS = 8, 4.0, 6
@@ -56,6 +65,11 @@ FATAL = (
     "killed before its step",
     "stopped in backward",
 )
+EXCHANGES: tuple[tuple[Any, str], ...] = (
+    (Load, "_close"),
+    (Communicator, "all_to_all"),
+)
+"""What a rank calls to send: of buckets, and of a sharded model's pieces."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +84,15 @@ class Cell:
     def is_ddp(self) -> bool:
         return self.method.endswith("ddp")
 
+    @property
+    def is_sharded(self) -> bool:
+        return self.method.endswith("sharded")
+
     def kinds(self) -> list[str]:
         """The faults that can be met in this cell."""
         found = [*DATA, *TOLD, *FATAL]
+        if self.is_sharded:  # nobody else has what a rank has
+            return [k for k in found if k not in ("weights", "gradient")]
         # without DDP a rank without a gradient counts for zero
         return [kind for kind in found if self.is_ddp or kind != "gradient"]
 
@@ -96,11 +116,26 @@ def _cells() -> list[Cell]:
 
 
 CELLS = _cells()
+WAYS = (
+    ("kfac", "eigen"),
+    ("kfac", "corrected"),
+    ("spngd", "factored"),
+    ("spngd", "orthogonal"),
+    ("polar", ""),
+)
+SHARDED = [Cell(f"{method} sharded", rule, "spngd") for method, rule in WAYS]
 
 
-def run_cell(number: int, faults: list[Fault] | None = None) -> Result:
+def run_sharded(number: int, faults: list[Fault] | None = None) -> Result:
+    """The same in a cell whose model is sharded."""
+    return run_cell(number, faults, SHARDED)
+
+
+def run_cell(
+    number: int, faults: list[Fault] | None = None, cells: list[Cell] = CELLS
+) -> Result:
     """Several faults in one cell, against a run without; random ones unless given."""
-    cell, source = CELLS[number % len(CELLS)], random.Random(number)
+    cell, source = cells[number % len(cells)], random.Random(number)
     # after a restart DDP has other buckets, and rounds three ranks' sums differently
     world = 2 if cell.is_ddp else source.choice([2, 2, 3])
     faults = _drawn(source, cell, world) if faults is None else faults
@@ -181,9 +216,9 @@ def _judge(fault: Fault, cell: Cell, ended: list[Any]) -> tuple[bool, float, boo
         f"Rank {fault.rank} failed: KeyError" if raised else word.get(fault.kind, gone)
     )
     named = all(word in r["error"][1] for r in survivors)
-    # DDP's own exchanges end with torch's own error, which names nobody
-    by_ddp = cell.is_ddp and not raised
-    good = named or (by_ddp and all(r["error"][0] for r in survivors))
+    # the exchanges of DDP and fully_shard end with torch's own error: it names nobody
+    by_torch = (cell.is_ddp or cell.is_sharded) and not raised
+    good = named or (by_torch and all(r["error"][0] for r in survivors))
     return good and seconds <= (PROMPT if raised else LATEST), seconds, named
 
 
@@ -235,7 +270,9 @@ def _go_on(
         if kind == "killed before its step":
             _end()
         if kind == "killed in an exchange":
-            transfer._Load.leave = _end  # type: ignore[method-assign]
+            for owner, name in EXCHANGES:
+                getattr(owner, name)  # an error if it has moved: nobody would die
+                setattr(owner, name, _end)
     try:
         fleet.optimizer.step()
     except KeyError:
@@ -309,20 +346,38 @@ def _spoil(fleet: Fleet, kind: str) -> Any:
 
 
 def _save(fleet: Fleet, folder: Path, step: int) -> None:
-    if step % 2 == 0:
+    if step % 2:
+        return
+    folder.mkdir(exist_ok=True)
+    if fleet.is_sharded:
+        dcp.save(_state(fleet), checkpoint_id=folder / f"step-{step}")
+    else:
         fleet.natural.gather()
-        if fleet.rank == 0:
-            state = {"step": step, "model": fleet.plain.state_dict()}
+    if fleet.rank == 0:
+        state: dict[str, Any] = {"step": step}
+        if not fleet.is_sharded:
+            state["model"] = fleet.plain.state_dict()
             state["optimizer"] = fleet.optimizer.state_dict()
-            folder.mkdir(exist_ok=True)
-            torch.save(state, folder / "partial")
-            (folder / "partial").replace(folder / "last")
+        torch.save(state, folder / "partial")
+        (folder / "partial").replace(folder / "last")
+
+
+def _state(fleet: Fleet) -> dict[str, Any]:
+    """By parameter name: each rank's part."""
+    optimizer = get_optimizer_state_dict(fleet.plain, fleet.optimizer)
+    return {"model": get_model_state_dict(fleet.plain), "optimizer": optimizer}
 
 
 def _load(fleet: Fleet, folder: Path) -> int:
     if not (folder / "last").is_file():
         return 0
-    state = torch.load(folder / "last", weights_only=True)
-    fleet.plain.load_state_dict(state["model"])
-    fleet.optimizer.load_state_dict(state["optimizer"])
-    return state["step"]
+    last = torch.load(folder / "last", weights_only=True)
+    if fleet.is_sharded:
+        state = _state(fleet)
+        dcp.load(state, checkpoint_id=folder / f"step-{last['step']}")
+        set_model_state_dict(fleet.plain, state["model"])
+        set_optimizer_state_dict(fleet.plain, fleet.optimizer, state["optimizer"])
+    else:
+        fleet.plain.load_state_dict(last["model"])
+        fleet.optimizer.load_state_dict(last["optimizer"])
+    return last["step"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tests.faults.agent import Agent, Fault
 from tests.faults.arguments import KINDS, search
-from tests.faults.cells import CELLS, run_cell
+from tests.faults.cells import CELLS, run_cell, run_sharded
 from tests.faults.launch import arguments, torchrun
 from tests.faults.left import all_hooks, is_flat, left_behind, rss, slope
 from tests.faults.poison import METHODS, PLACES, Poison, train_poisoned
@@ -310,6 +310,7 @@ PARTS: dict[str, tuple[Callable[[int], Result], int]] = {
     "damaged": (damaged, 2),
     "full": (full, 2),
     "cells": (run_cell, len(CELLS)),
+    "sharded": (run_sharded, 15),
     "killed": (killed, 30),
     "hung": (hung, 4),
     "fewer": (fewer, 3),

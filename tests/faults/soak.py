@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 from tests.faults.agent import preload
-from tests.faults.cells import CELLS
+from tests.faults.cells import CELLS, SHARDED
 from tests.faults.launch import ROOT
 from tests.faults.left import SLOPE
 from tests.faults.parts import PARTS, Result
@@ -40,6 +40,7 @@ WORDS = {
     "cells": "ranks that raise, die, stand still, have other settings, weights or "
     "gradients, NaN or no examples; every strategy, rule and optimizer, DDP and own "
     "gradients; 2 and 3 ranks",
+    "sharded": "the same under fully_shard: KFAC, SPNGD, Polar; 2 and 3 ranks",
     "killed": "kill -9 at 8 points of a step and a save, errors, SIGTERM; 2 ranks",
     "hung": "a rank that stands still",
     "fewer": "kill -9 and fewer ranks after it: 4, 2, 1",
@@ -168,7 +169,8 @@ def _commits(results: list[Result]) -> str:
 
 def _kind_words(results: list[Result]) -> list[str]:
     """How often each kind was met by ranks of the library, and the longest wait."""
-    mine = [r for r in results if r["part"] == "cells" and "kinds" in r]
+    parts = ("cells", "sharded")
+    mine = [r for r in results if r["part"] in parts and "kinds" in r]
     if not mine:
         return []
     met, lost = Counter[str](), Counter[str]()
@@ -176,7 +178,8 @@ def _kind_words(results: list[Result]) -> list[str]:
         met.update(r["kinds"])
         lost.update(r["lost kinds"])
     waits = {k: max(r["slowest"].get(k, 0.0) for r in mine) for k in met}
-    ways = len({piece % len(CELLS) for r in mine for piece in r["pieces"]})
+    sizes = dict(zip(parts, (len(CELLS), len(SHARDED)), strict=True))
+    ways = len({(r["part"], n % sizes[r["part"]]) for r in mine for n in r["pieces"]})
     unnamed = sum(r["unnamed"] for r in mine)
     told = {kind: f"{wait:.1f}" if wait else "" for kind, wait in waits.items()}
     rows = [f"| {k} | {met[k]} | {lost[k]} | {told[k]} |" for k in sorted(met)]
@@ -191,8 +194,8 @@ def _kind_words(results: list[Result]) -> list[str]:
         "|---|---|---|---|",
         *rows,
         "",
-        f"In {unnamed} of them a survivor was ended by an error of DDP's own exchange, "
-        "which names nobody.",
+        f"In {unnamed} of them a survivor was ended by an error of an exchange of DDP "
+        "or fully_shard, which names nobody.",
         "",
     ]
 

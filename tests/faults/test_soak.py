@@ -165,3 +165,15 @@ def test_hooks_of_every_kind_are_counted_and_none_is_left() -> None:
         optimizer.register_step_post_hook(lambda *_: None),
     ]
     assert all_hooks(model, optimizer) == len(handles)
+
+
+def test_some_faults_of_a_sharded_model_leave_no_trace() -> None:
+    """A killed rank, a NaN in one shard, ranks that disagree."""
+    number = cells.SHARDED.index(cells.Cell("polar sharded", "", "spngd"))
+    faults = [
+        cells.Fault("lr", 1, 1),
+        cells.Fault("NaN on one rank", 2, 0),
+        cells.Fault("killed in an exchange", 3, 1),
+    ]
+    result = cells.run_sharded(number, faults)
+    assert (result["faults"], result["lost"], result["diverged"]) == (3, 0, 0)

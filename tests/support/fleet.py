@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from tests.support.construct import construct
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.distributed import watchdog
+from natgrad.math.shards import local
 
 RULES: dict[str, dict[str, Any]] = {
     "eigen": {"rule": natgrad.Kronecker(style="eigen")},
@@ -25,7 +28,10 @@ RULES: dict[str, dict[str, Any]] = {
     "orthogonal": {"rule": natgrad.Orthogonal()},
 }
 METHODS = ("spngd", "polar", "kfac", "kfac ddp")
-"""Each reduces gradients itself, or leaves them to DDP: "spngd ddp" as well."""
+"""Each reduces gradients itself, or leaves them to DDP: "spngd ddp" as well.
+
+"spngd sharded" and the like have the model cut by `fully_shard`.
+"""
 TIMEOUT = 30.0
 
 
@@ -91,9 +97,15 @@ class Fleet:
         self.model: Any = self.plain
         options["comm"] = natgrad.CommOptions(timeout=timeout, **comm or {})
         options.setdefault("refresh", natgrad.Every())
-        name, _, ddp = method.partition(" ")
-        if ddp:
-            limit = timedelta(seconds=timeout)
+        name, _, wrapper = method.partition(" ")
+        limit = timedelta(seconds=timeout)
+        self.is_sharded = wrapper == "sharded"
+        if self.is_sharded:
+            group: Any = dist.new_group(timeout=limit)
+            mesh = DeviceMesh.from_group(group, "cpu")
+            for module in (self.plain[0], self.plain[3], self.plain):
+                fully_shard(module, mesh=mesh)
+        elif wrapper:
             self.model = DistributedDataParallel(
                 self.plain, process_group=dist.new_group(timeout=limit)
             )
@@ -123,8 +135,9 @@ class Fleet:
         F.cross_entropy(self.model(x), y).backward()
 
     def weights(self) -> Tensor:
-        """A copy of all parameters."""
-        return torch.cat([p.detach().flatten() for p in self.plain.parameters()])
+        """A copy of all parameters, or of this rank's parts of them."""
+        parameters = (local(p.detach()) for p in self.plain.parameters())
+        return torch.cat([p.flatten() for p in parameters])
 
     def step(self, times: int = 1) -> None:
         """Train."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.library.plan.test_plan import layer, norm_layer, plain
+from tests.support.fleet import store_of_test
 from tests.support.world import RankError, run_world
 from torch import Tensor
 
@@ -456,13 +457,26 @@ def test_a_rank_that_dies_is_named(dead: int) -> None:
             assert seconds < TIMEOUT
 
 
+def told(act: Callable[[], Any]) -> tuple[str, str, float]:
+    """As `error_of`; then a rank that lingers may go."""
+    found = error_of(act)
+    store_of_test().add("told", 1)
+    return found
+
+
+def linger(ranks: int) -> None:
+    """Live until so many others were told, and do nothing."""
+    while store_of_test().add("told", 0) < ranks:
+        time.sleep(0.05)
+
+
 def hang(rank: int) -> tuple[str, str, float]:
     plan = small_plan(world_of(), "spngd")
     comm = Communicator(plan, CommOptions(timeout=3.0))
     if rank == 1:
-        time.sleep(6)
+        linger(1)
         return "", "", 0.0
-    return error_of(lambda: comm.agree(torch.ones(1)))
+    return told(lambda: comm.agree(torch.ones(1)))
 
 
 @pytest.mark.processes
@@ -477,11 +491,11 @@ def raise_and_live(rank: int) -> tuple[str, str, float]:
     comm = Communicator(plan, CommOptions(timeout=60.0))
     if rank == 1:
         comm.fail(KeyError("lost"))
-        time.sleep(8)
+        linger(2)
         return "", "", 0.0
     if rank == 2:
-        return error_of(lambda: run(comm, "reduce_statistics", torch.float32))
-    return error_of(lambda: comm.agree(torch.ones(1)))
+        return told(lambda: run(comm, "reduce_statistics", torch.float32))
+    return told(lambda: comm.agree(torch.ones(1)))
 
 
 @pytest.mark.processes
@@ -495,10 +509,10 @@ def test_nobody_waits_for_a_rank_that_raised_and_lives() -> None:
 
 def never_arrives(rank: int) -> tuple[str, str, float]:
     if rank == 1:
-        time.sleep(9)
+        linger(1)
         return "", "", 0.0
     plan = small_plan(world_of(), "spngd")
-    return error_of(lambda: Communicator(plan, CommOptions(timeout=2.0)))
+    return told(lambda: Communicator(plan, CommOptions(timeout=2.0)))
 
 
 @pytest.mark.processes
@@ -550,9 +564,9 @@ def two_groups(rank: int) -> list[tuple[str, str, float]]:
         errors = [error_of(lambda: comm.agree(torch.ones(1)))]
     if rank == 3:
         whole.fail(KeyError("found"))
-        time.sleep(8)
+        linger(3)
         return errors
-    return [*errors, error_of(lambda: whole.agree(torch.ones(1)))]
+    return [*errors, told(lambda: whole.agree(torch.ones(1)))]
 
 
 @pytest.mark.processes

@@ -57,9 +57,35 @@ def _train_all(rank: int, cases: dict[str, Case]) -> dict[str, Tensor]:
     return {name: train(case)[0] for name, case in cases.items()}
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+def _corners(world: int) -> dict[str, Case]:
+    """Every strategy in every style, the refresh policies in turns."""
+    cases, count = _cases(world), len(REFRESH)
+    return {
+        name: case
+        for i, (name, case) in enumerate(cases.items())
+        if i % count == (i // count + world) % count
+    }
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_corners_of_the_strategies_equal_one_process(world: int) -> None:
+    """On two ranks the next test has the whole grid."""
+    _require_equal(_corners(world), world)
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        2,
+        pytest.param(3, marks=pytest.mark.long),
+        pytest.param(4, marks=pytest.mark.long),
+    ],
+)
 def test_every_strategy_equals_one_process(world: int) -> None:
-    cases = _cases(world)
+    _require_equal(_cases(world), world)
+
+
+def _require_equal(cases: dict[str, Case], world: int) -> None:
     alone = _train_all(0, cases)
     together = run_world(world, _train_all, cases, timeout=280)
     for name, expected in alone.items():
