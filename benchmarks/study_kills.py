@@ -161,10 +161,14 @@ def run_study(
     try:
         while tally.kills < kills:
             key, victim = next_in_training(ledger, crew)
-            while saved and crew.busy() and not latest_step(folder / key):
-                time.sleep(0.002)
+            while saved and key in training(ledger) and not latest_step(folder / key):
+                time.sleep(0.005)
+            if saved and victim and not latest_step(folder / key):
+                continue  # it has diverged, and left no checkpoint
             time.sleep(chosen.uniform(*pause))
             if not crew.kill(victim):
+                if crew.busy():
+                    continue
                 break
             tally.add(left_by(victim, ledger, folder))
             crew.fill()
@@ -204,6 +208,12 @@ def left_by(pid: int, ledger: Ledger, folder: Path) -> list[Kill]:
         )
         for row in rows
     ]
+
+
+def training(ledger: Ledger) -> set[str]:
+    """The trials that have not ended."""
+    rows = [each for each in ledger.planned_trials() if not each.state.is_finished()]
+    return {row.user_attrs["key"] for row in rows}
 
 
 def next_in_training(ledger: Ledger, crew: Crew) -> tuple[str, int]:

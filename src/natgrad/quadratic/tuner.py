@@ -138,7 +138,8 @@ class Tuner:
         if not closures:
             raise TypeError(
                 "lr='auto', momentum='auto' and damping='auto' need a closure: "
-                "step(closure), which returns (outputs, loss)."
+                "step(closure), which returns (outputs, loss) and does not call "
+                "backward: step() does."
             )
         engine, sampled = self._engine, self._options.fisher == "sampled"
         zero_grad()
