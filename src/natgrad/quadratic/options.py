@@ -23,7 +23,8 @@ class AutoDamping:
     by the change that the model predicted. Where the ratio is above 3/4 damping is
     multiplied by ``factor ** every``, where it is below 1/4 divided by it
     (Levenberg-Marquardt; Martens and Grosse 2015, section 6.5), four times where the
-    objective grew. The first ``every`` steps are all compared, and so is the step
+    objective grew. Each fall in a row is by one more of these factors, up to four.
+    The first ``every`` steps are all compared, and so is the step
     after one that made the objective grow.
 
     Attributes:
@@ -38,7 +39,7 @@ class AutoDamping:
     every: int = 5
     factor: float = 0.95
     lowest: float = 1e-8
-    highest: float = 1e8
+    highest: float = 1e16
 
     def __post_init__(self) -> None:
         if self.initial is not None:

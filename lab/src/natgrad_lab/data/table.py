@@ -8,7 +8,10 @@ from typing import Any
 from natgrad_lab.data.dataset import Dataset
 from natgrad_lab.data.folders import DataError, data_root
 
-NAMES = ("digits", "cifar10", "fashion_mnist", "imagenet", "text")
+NAMES = (
+    *("digits", "cifar10", "fashion_mnist", "imagenet", "text"),
+    *("autoencoder", "picture", "poisson"),
+)
 
 
 def load(
@@ -32,7 +35,7 @@ def load(
     """
     if name not in NAMES:
         raise DataError(f"Invalid data {name=}. Must be one of {', '.join(NAMES)}.")
-    # imported on demand: only digits needs scikit-learn, only imagenet pillow
+    # imported on demand: few need scikit-learn or pillow
     read: Callable[..., Dataset] = import_module(f"natgrad_lab.data.{name}").load
     if name == "imagenet":
         options["ranks"] = ranks
