@@ -67,7 +67,7 @@ def _summary(
     kept = _bytes(packed * statistics.like.element_size())
     lines = [
         f"{len(works)} blocks, {covered:,} of {total:,} trained parameters "
-        f"preconditioned, {kept} of statistics."
+        f"({covered / max(1, total):.0%}) preconditioned, {kept} of statistics."
     ]
     if others:
         lines.append(f"{others:,} parameters without a block {_fallback(fallback)}.")
