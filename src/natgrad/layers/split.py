@@ -13,7 +13,7 @@ from natgrad.rules.motion import AverageGradients
 from natgrad.rules.rule import Rule
 
 HIDDEN, CONVOLUTIONS, EMBEDDINGS = "hidden", "convolutions", "embeddings"
-HEAD, REST = "head", "rest"
+HEAD, REST, VOCABULARY = "head", "rest", "vocabulary"
 NAMES = (HIDDEN, CONVOLUTIONS, EMBEDDINGS, HEAD, REST)
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -75,13 +75,7 @@ def groups(
     plain, _ = unwrap(model)
     alone = rule is not None and (rule.source == "gradients" or rule.sides == "none")
     kind = _kinds(plain, biases=not alone)
-    others: dict[str, Any] = {
-        "rule": rest or Adam(),
-        "length": Free(),
-        "average": AverageGradients(),
-        "momentum": 0.9,
-        "weight_decay": 0.0,
-    }
+    others = _as_adam(rest or Adam())
     found = GroupList()
     for name in NAMES:
         named = [(n, p) for n, p in plain.named_parameters() if kind[id(p)] == name]
@@ -90,6 +84,36 @@ def groups(
         if named:
             found.append({"name": name, "params": named, **parts})
     return found
+
+
+def vocabulary_apart(model: nn.Module, rule: Rule) -> GroupList:
+    """All parameters by the optimizer's rule, but a vocabulary by ``rule``.
+
+    A vocabulary is the embeddings, and the linear layers with as many outputs as an
+    embedding has rows. A model without one has a single group.
+    """
+    tables = [m for m in model.modules() if isinstance(m, _EMBEDDINGS)]
+    sizes = {m.num_embeddings for m in tables}
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    heads = [m for m in linear if m.out_features in sizes]
+    own = {id(p) for m in (*tables, *heads) for p in m.parameters()}
+    named = list(model.named_parameters())
+    found = GroupList([{"params": [(n, p) for n, p in named if id(p) not in own]}])
+    if own:
+        words = [(n, p) for n, p in named if id(p) in own]
+        found.append({"name": VOCABULARY, "params": words, **_as_adam(rule)})
+    return GroupList([group for group in found if group["params"]])
+
+
+def _as_adam(rule: Rule) -> dict[str, Any]:
+    """What groups that follow Adam's rule have besides it."""
+    return {
+        "rule": rule,
+        "length": Free(),
+        "average": AverageGradients(),
+        "momentum": 0.9,
+        "weight_decay": 0.0,
+    }
 
 
 def _kinds(model: nn.Module, *, biases: bool) -> dict[int, str]:
