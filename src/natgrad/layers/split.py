@@ -20,6 +20,7 @@ _CONVOLUTIONS = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_LAYERS = (nn.Linear, *_CONVOLUTIONS)
 
 Named = str | nn.Module | Collection[str | nn.Module]
 """Names of parameters or modules, or modules themselves: one, or several."""
@@ -90,19 +91,21 @@ def vocabulary_apart(model: nn.Module, rule: Rule) -> GroupList:
     """All parameters by the optimizer's rule, but a vocabulary by ``rule``.
 
     A vocabulary is the embeddings, and the linear layers with as many outputs as an
-    embedding has rows. A model without one has a single group.
+    embedding has rows. A model that has none, or no other linear layer or convolution,
+    has a single group.
     """
     tables = [m for m in model.modules() if isinstance(m, _EMBEDDINGS)]
     sizes = {m.num_embeddings for m in tables}
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    heads = [m for m in linear if m.out_features in sizes]
+    layers = [m for m in model.modules() if isinstance(m, _LAYERS)]
+    heads = [m for m in layers if getattr(m, "out_features", None) in sizes]
     own = {id(p) for m in (*tables, *heads) for p in m.parameters()}
-    named = list(model.named_parameters())
-    found = GroupList([{"params": [(n, p) for n, p in named if id(p) not in own]}])
-    if own:
-        words = [(n, p) for n, p in named if id(p) in own]
-        found.append({"name": VOCABULARY, "params": words, **_as_adam(rule)})
-    return GroupList([group for group in found if group["params"]])
+    if not own or all(id(m.weight) in own for m in layers):
+        return GroupList([{"params": list(model.named_parameters())}])
+    named: dict[bool, list[Any]] = {True: [], False: []}
+    for name, p in model.named_parameters():
+        named[id(p) in own].append((name, p))
+    words = {"name": VOCABULARY, "params": named[True], **_as_adam(rule)}
+    return GroupList([{"params": named[False]}, words])
 
 
 def _as_adam(rule: Rule) -> dict[str, Any]:
