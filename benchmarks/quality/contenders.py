@@ -81,12 +81,12 @@ GRADIENTS = replace(
 )
 CONTENDERS: dict[str, Contender] = {
     # natgrad.Polar(model, lr), as it is
-    "polar": Contender(rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, vocabulary=0.05),
+    "polar": Contender(rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, vocabulary=0.1),
     **{
         f"polar-vocabulary-{rate:g}": Contender(
             rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, vocabulary=rate
         )
-        for rate in (0.1, 0.2)
+        for rate in (0.05, 0.1, 0.2)
     },
     "polar-nor": Contender(
         rule=ACTIVATIONS,

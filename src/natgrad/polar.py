@@ -36,7 +36,7 @@ class Polar(SPNGD):
 
     Given no groups, a vocabulary is a group of its own: embeddings, and linear layers
     with as many outputs as an embedding has rows, follow ``Polar.vocabulary``, Adam's
-    rule with a twentieth of the learning rate. One group for all parameters
+    rule with a tenth of the learning rate. One group for all parameters
     (``[{"params": model.named_parameters()}]``) has the rule above for them too.
 
     It is `SPNGD` with other options, ``Polar.defaults``, and takes the same arguments.
@@ -60,7 +60,7 @@ class Polar(SPNGD):
     )
     """The options that hold unless others are given."""
 
-    vocabulary: ClassVar[Adam] = Adam(rate=0.05)
+    vocabulary: ClassVar[Adam] = Adam(rate=0.1)
     """The rule of embeddings and of the head that they share their size with."""
 
     def _usual_groups(self, model: nn.Module, options: Options) -> list[dict[str, Any]]:
