@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from benchmarks.quality import readme
+from benchmarks.quality.__main__ import LEDGER, ledger
 from benchmarks.quality.report import (
     batch_section,
     by_batch,
@@ -65,3 +67,38 @@ def test_the_speedrun_is_told_by_batch() -> None:
     told = [[cell.strip() for cell in row] for row in rows]
     assert told[2] == ["%, in steps", "85.0 in 30", "77.0 in 30"]
     assert told[3] == ["steps to 78%", "20", "-"]
+
+
+def final(contender: str, lr: float, *values: float, seeds: int = 2) -> list[Any]:
+    """Runs of the first row of README, with seeds from ``seeds`` on."""
+    protocol, steps, batch = next(iter(readme.SHOWN))
+    more = {"protocol": protocol, "steps": steps, "batch": batch}
+    return [
+        run(contender, lr, seed, [value], **more)
+        for seed, value in enumerate(values, seeds)
+    ]
+
+
+def test_readme_takes_the_rate_with_most_seeds_but_not_the_one_that_chose_it() -> None:
+    chosen = final("muon", 0.2, 9.0, seeds=1)
+    assert readme.ends(chosen) == [9.0]
+    chosen += final("muon", 0.1, 20.0) + final("muon-0.8", 0.2, 40.0, 30.0)
+    assert readme.ends(chosen) == [30.0, 40.0]
+    assert readme.ends([]) == []
+
+
+def test_readme_marks_the_best_and_all_whose_ranges_overlap_with_it() -> None:
+    records = final("muon", 0.2, 20.0, 30.0) + final("pmuon", 0.2, 26.0, 28.0)
+    records += final("whole-activations", 0.2, 19.0, 24.0)
+    for setting in [*readme.SHOWN][1:]:
+        keys = dict(zip(("protocol", "steps", "batch"), setting, strict=True))
+        records.append(run("muon", 0.1, 1, [1.0], **keys))
+    row = [c.strip() for c in readme.table(records).splitlines()[2].split("|")[3:-1]]
+    assert row == ["**78.5** (2)", "**75.0** (2)", "-", "73.0 (2)", "-", "-"]
+
+
+def test_the_table_of_readme_is_that_of_the_ledger() -> None:
+    """If it is not: python -m benchmarks.quality report."""
+    text = readme.README.read_text()
+    assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+    assert readme.replaced(text, ledger(LEDGER)) == text

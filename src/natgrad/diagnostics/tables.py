@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from natgrad.factors.statistics import Statistics
 
 HEADER = ("parameter", "block", "statistics", "bytes", "note")
-UNSEEN = "used without statistics: no forward and backward of it as a layer was seen"
-
+UNSEEN = "used without statistics: its layer was not called in a forward and backward"
+LEGEND = (
+    "By parameter group: flops of the rule in every step, expected seconds to invert\n"
+    "all factors once, bytes sent in a step that refreshes everything."
+)
 
 Group = Mapping[str, Any]
 
@@ -44,7 +47,8 @@ def _groups(statistics: "Statistics", groups: Sequence[Group]) -> str:
     """Of each parameter group: matrices, rule, factors, owners and cost."""
     blocks = labelled(statistics.block.values(), groups)
     itemsize = statistics.like.element_size()
-    return _table(group_rows(blocks, statistics.plan, statistics.cost, itemsize))
+    rows = group_rows(blocks, statistics.plan, statistics.cost, itemsize)
+    return f"{LEGEND}\n{_table(rows)}"
 
 
 def _summary(
@@ -102,7 +106,7 @@ def _expected(statistics: "Statistics") -> str:
     seconds = refresh_seconds(plan.statistics, plan.owners, statistics.cost)
     slowest = max(plan.statistics, key=statistics.cost.invert)
     return (
-        f"Inverting all of them is expected to take {seconds:.2g} s, "
+        f"Inverting all statistics once is expected to take {seconds:.2g} s, "
         f"{statistics.cost.invert(slowest):.2g} s of it for {slowest.name} "
         f"(built-in rates {rates(statistics.like.device)})."
     )
