@@ -27,7 +27,7 @@ SHOWN: dict[Setting, tuple[str, str]] = {
 }
 """Settings of the table: what is trained and judged, and its batch and steps."""
 COLUMNS = {
-    "`Polar`": ("whole-activations",),
+    "`Polar`": ("polar",),
     "Muon": ("muon", "muon-0.8"),
     "SOAP-Muon": ("soap-muon", "soap-muon-0.8"),
     "PMuon": ("pmuon", "pmuon-0.8"),

@@ -26,7 +26,7 @@ Group = Mapping[str, Any]
 
 
 def registration_table(
-    model: nn.Module, statistics: "Statistics", fallback: Rule, groups: Sequence[Group]
+    model: nn.Module, statistics: "Statistics", groups: Sequence[Group]
 ) -> str:
     """Every parameter: its block kind, factor sizes and bytes, or why it has none.
 
@@ -38,7 +38,7 @@ def registration_table(
     block_of = {id(p): b for b in statistics.block.values() for p in b.parameters}
     named = list(model.named_parameters())
     rows = [_row(statistics, name, p, block_of.get(id(p))) for name, p in named]
-    summary = _summary(statistics, fallback, named)
+    summary = _summary(statistics, named)
     by_group = _groups(statistics, groups)
     return "\n".join([_table([HEADER, *rows]), *summary, "", by_group])
 
@@ -52,7 +52,7 @@ def _groups(statistics: "Statistics", groups: Sequence[Group]) -> str:
 
 
 def _summary(
-    statistics: "Statistics", fallback: Rule, named: list[tuple[str, nn.Parameter]]
+    statistics: "Statistics", named: list[tuple[str, nn.Parameter]]
 ) -> list[str]:
     """How many parameters are preconditioned, and what becomes of the others."""
     here = {id(p) for _, p in named if p.requires_grad}
@@ -62,15 +62,16 @@ def _summary(
     rest = [b for b in current if b.kind is None and not b.is_foreign]
     total = sum(p.numel() for _, p in named if p.requires_grad)
     frozen = sum(p.numel() for _, p in named) - total
-    covered, others = _elements(works, here), _elements(rest, here)
+    covered = _elements(works, here)
     packed = sum(s.spec.packed for s in statistics.states.values())
     kept = _bytes(packed * statistics.like.element_size())
     lines = [
         f"{len(works)} blocks, {covered:,} of {total:,} trained parameters "
         f"({covered / max(1, total):.0%}) preconditioned, {kept} of statistics."
     ]
-    if others:
-        lines.append(f"{others:,} parameters without a block {_fallback(fallback)}.")
+    for rule in dict.fromkeys(b.rule for b in rest):
+        count = _elements([b for b in rest if b.rule == rule], here)
+        lines.append(f"{count:,} parameters without a block {_fallback(rule)}.")
     if frozen:
         lines.append(f"{frozen:,} parameters are frozen.")
     gone = [b.name for b in blocks if b.kind is not None and b not in current]
