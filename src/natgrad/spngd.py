@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad import options as o
-from natgrad.capture.unwrap import unwrap
 from natgrad.checkpoint.momentum import (
     averages_of,
     gather_momentum,
@@ -27,6 +26,7 @@ from natgrad.factors.refresh import Adaptive, Every, Refresh
 from natgrad.layers import Block
 from natgrad.layers.block import require_known
 from natgrad.layers.registration import require_inside
+from natgrad.layers.unwrap import unwrap
 from natgrad.math import foreach
 from natgrad.math.shards import local
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from natgrad.capture.hooks import require_unwatched
 from natgrad.capture.peers import ALONE
 from natgrad.capture.recorder import Capture
-from natgrad.capture.unwrap import unwrap
 from natgrad.checkpoint.gather import (
     gather,
     gather_moments,
@@ -39,6 +38,7 @@ from natgrad.engine.shards import Shards, refuse_sharded
 from natgrad.factors.statistics import Statistics
 from natgrad.layers.block import statistics_like
 from natgrad.layers.registration import Groups, parts_for, register
+from natgrad.layers.unwrap import unwrap
 from natgrad.options import Options
 from natgrad.plan import Plan
 from natgrad.quadratic.tuner import Tuner

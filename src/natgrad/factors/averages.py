@@ -21,7 +21,6 @@ from torch import Tensor
 from natgrad.capture.forwards import POSITION_KINDS
 from natgrad.diagnostics.timer import Meter
 from natgrad.distributed.communicator import Communicator
-from natgrad.factors.pace import built_in_cost
 from natgrad.factors.refresh import Refresh
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
@@ -35,14 +34,15 @@ from natgrad.math.packing import flatten, trace, unflatten
 from natgrad.math.rules import between
 from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.statistics import own_moment
-from natgrad.options import Options
 from natgrad.plan import Plan
+from natgrad.plan.pace import built_in_cost
 from natgrad.requiring import require_number
 from natgrad.rules.parts import Damping, Parts
 from natgrad.rules.rule import Rule
 
 if TYPE_CHECKING:
     from natgrad.engine.agreement import Verdict
+    from natgrad.options import Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Averages:
     def __init__(
         self,
         blocks: Iterable[Block],
-        options: Options,
+        options: "Options",
         parts: Mapping[str, Parts],
         *,
         plan: Plan,
