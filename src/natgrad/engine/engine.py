@@ -12,7 +12,6 @@ from torch import Tensor
 from natgrad.capture.forwards import Captured, Sums, packed
 from natgrad.capture.sampling import differentiate, sampled_loss
 from natgrad.capture.sink import Armed
-from natgrad.checkpoint.state_dict import convert
 from natgrad.diagnostics.timer import metered
 from natgrad.distributed.communicator import (
     CommError,
@@ -370,8 +369,7 @@ class Engine(Machinery):
         like, old = statistics_like(self.blocks), self.like
         same = (like.dtype, like.device) == (old.dtype, old.device)
         if not self.closed and not same:
-            convert(self, like)
-            self._reopen()
+            self.convert(like)
 
     def sampled_backward(
         self, outputs: Tensor, likelihood: str, targets: Tensor | None

@@ -74,7 +74,7 @@ class Averages:
     ) -> None:
         self.options, self.plan, self.comm, self.like = options, plan, comm, like
         self.block = {b.name: b for b in blocks}
-        self._parts, self._distinct = parts, list(dict.fromkeys(parts.values()))
+        self.parts, self._distinct = parts, list(dict.fromkeys(parts.values()))
         self.states = {
             s.name: StatisticState(spec=s)
             for b in self.block.values()
@@ -103,7 +103,7 @@ class Averages:
     def damping_of(self, block: Block) -> float:
         """Lambda of a block at this step."""
         ratio = self.options.norm_damping_ratio if block.is_norm else 1.0
-        return ratio * damping_at(self._parts[block.name].damping, self.step)
+        return ratio * damping_at(self.parts[block.name].damping, self.step)
 
     def factor_damping(self, s: StatisticState) -> float:
         """What is added to one factor, in the chosen damping style.
@@ -148,7 +148,7 @@ class Averages:
         return self.block[s.spec.block].rule
 
     def _refresh(self, s: StatisticState) -> Refresh:
-        return self._parts[s.spec.block].refresh
+        return self.parts[s.spec.block].refresh
 
     def form(self, s: StatisticState) -> str:
         """What is kept of it; see `natgrad.factors.statistics`."""

@@ -170,7 +170,7 @@ class Statistics(Averages):
         """When all are due: how often each may be inverted, if its policy asks."""
         shares = {
             name: share
-            for name, parts in self._parts.items()
+            for name, parts in self.parts.items()
             if (share := parts.refresh.share_of_step()) is not None
         }
         captured = [s for s in self.states.values() if not s.spec.is_local]
