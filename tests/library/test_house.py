@@ -119,13 +119,11 @@ PUBLIC = (
 )
 # What the lab still uses besides. Must only become less.
 INNER = {
-    "natgrad.checkpoint.gather.parts_kept": "what a rank saves of a plan's state",
     "natgrad.diagnostics.groups.Labelled": "the report by group, without an optimizer",
     "natgrad.diagnostics.groups.group_rows": "the same",
     "natgrad.diagnostics.groups.labelled": "the same",
     "natgrad.distributed.communicator.Communicator": "calibration of its exchanges",
     "natgrad.distributed.watchdog.Pulse": "the same watchdog beside training",
-    "natgrad.engine.step.Directions": "one stage of a step, timed alone",
 }
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.checkpoint.gather import parts_kept
 from natgrad.checkpoint.state_dict import Kept
 from natgrad.distributed.shards import as_parameter, part_here
 from natgrad.factors.refresh import Timing
@@ -101,7 +100,7 @@ def collect(
 
 def _file(kept: Kept, name: str) -> dict[str, Any]:
     statistics, s = kept.statistics, kept.statistics.states[name]
-    here = parts_kept(statistics.plan, name, statistics.comm.rank)
+    here = statistics.plan.parts_kept(name, statistics.comm.rank)
     if kept.gathered:
         here = ("average", "inverse", "history")
     filed: dict[str, Any] = {"numbers": _numbers(s)}
@@ -201,7 +200,7 @@ def _unfile(
     statistics: Statistics, name: str, filed: Mapping[str, Any]
 ) -> dict[str, Any]:
     spec, rank = statistics.states[name].spec, statistics.comm.rank
-    missing = set(parts_kept(statistics.plan, name, rank)) - filed.keys()
+    missing = set(statistics.plan.parts_kept(name, rank)) - filed.keys()
     if missing:
         raise ValueError(
             f"The saved state has no {' and '.join(sorted(missing))} of {name!r}, "

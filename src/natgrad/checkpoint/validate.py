@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from natgrad.checkpoint.gather import parts_kept
 from natgrad.factors.budget import Books, Cost
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import require_part, require_version
@@ -94,7 +93,7 @@ def _require_statistic(statistics: "Statistics", name: str, entry: Any) -> None:
     if entry["inverse"] is not None:
         shapes = inverse_shapes(s.spec, statistics.is_eigen(s))
         _require_tensors(f"{where}.inverse", entry["inverse"], shapes)
-    owned = "average" in parts_kept(statistics.plan, name, statistics.comm.rank)
+    owned = "average" in statistics.plan.parts_kept(name, statistics.comm.rank)
     # under `Budget` and `watch` one is kept that nothing else needs any more
     if owned and entry["estimated"] and not average:
         _refuse(f"{where}.average", None, "there if it was estimated")
