@@ -147,14 +147,12 @@ class SPNGD(Inspectable, Optimizer):
             optimizer=self,
             agrees_on_overflow=True,
         )
-        own = self.engine.own_gradients
-        self._overflow = Overflow(self, grad_scaler, own=own)
+        self._overflow = Overflow(self, grad_scaler, own=self.engine.own_gradients)
         with self.engine.closing_on_error():
             require_inside(self.engine.model, self.param_groups)
             if asked.is_auto:
                 self._rates = Rates(self, asked, current, grad_scaler)
-        tuner = self.engine.tuner
-        tuned = tuner is not None and tuner.finds_momentum
+        tuned = isinstance(asked.momentum, str)  # "auto"
         check = partial(require_momentum, self, self.engine.statistics, tuned)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
