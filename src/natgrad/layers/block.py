@@ -24,6 +24,7 @@ class Layout:
     """A block's gradient ``(stack, rows, cols)`` and which statistics act on it.
 
     ``unit`` columns stay together where a large factor is cut: a channel's kernel.
+    ``shared``: all matrices of the stack have the same inputs, and so one factor.
     """
 
     stack: int
@@ -33,6 +34,7 @@ class Layout:
     left: str = ""
     right_diagonal: bool = False
     unit: int = 1
+    shared: bool = False
 
     def statistics(
         self, block: str, options: LayerOptions | None = None
@@ -44,10 +46,7 @@ class Layout:
             return specs
         specs = tuple(s for s in specs if s.side in SIDES[options.sides])
         if options.source == "gradients":
-            return tuple(
-                replace(s, kind=OWN[s.side], name=f"{block}/{OWN[s.side]}")
-                for s in specs
-            )
+            return tuple(self._own(s) for s in specs)
         if not options.corrected:
             return specs
         scale = StatisticSpec(
@@ -70,6 +69,12 @@ class Layout:
             return cut(self.rows, largest)
         return cut(self.cols, None if self.right_diagonal else largest, self.unit)
 
+    def _own(self, spec: StatisticSpec) -> StatisticSpec:
+        """Of the weight's own gradient: nothing is shared."""
+        kind = OWN[spec.side]
+        name, stack = f"{spec.block}/{kind}", self.stack * spec.parts
+        return replace(spec, kind=kind, name=name, stack=stack, shared=False)
+
     def _all(self, block: str, largest: int | None) -> tuple[StatisticSpec, ...]:
         sides = [("right", self.right, self.cols)]
         if self.left:
@@ -77,16 +82,18 @@ class Layout:
         specs: list[StatisticSpec] = []
         for side, kind, rows in sides:
             parts, size = self._cut(side, largest)
+            shared = self.shared and side == "right" and self.stack > 1
             spec = StatisticSpec(
                 name=f"{block}/{kind}",
                 block=block,
                 kind=kind,
                 side=side,
-                stack=self.stack * parts,
+                stack=(1 if shared else self.stack) * parts,
                 size=size,
                 diagonal=side == "right" and self.right_diagonal,
                 parts=parts,
                 padding=parts * size - rows,
+                shared=shared,
             )
             specs.append(spec)
         return tuple(specs)
@@ -123,6 +130,8 @@ class LayerKind(ABC):
     """Whether SP-NGD's weight rescaling (eq. 24) applies."""
     is_norm: bool = False
     """Whether the norm damping ratio applies."""
+    matrices: int = 0
+    """How many matrices its weight is unless a group says so; 0: that is fixed."""
     weight_name: str = "weight"
     bias_name: str = "bias"
     """What the module calls them; `register_layer` may say otherwise."""

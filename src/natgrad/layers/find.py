@@ -86,6 +86,7 @@ def _layers(
         child
         for parent in model.modules()
         if isinstance(parent, nn.MultiheadAttention)
+        and kind_of(parent, LayerOptions()) is None
         for child in parent.modules()
     }
     for name, module in model.named_modules():
@@ -102,6 +103,12 @@ def _layers(
 
 def _block(name: str, module: nn.Module, kind: LayerKind) -> Block:
     name = name or "model"
+    if kind.options.matrices and not (kind.matrices or kind.is_norm):
+        raise ValueError(
+            f"Invalid matrices={kind.options.matrices} of {name}, a "
+            f"{type(module).__name__}. Must be of linear layers: put others into a "
+            "parameter group without it."
+        )
     layout = kind.layout(module)
     owned = kind.weight(module), kind.bias(module)
     return Block(

@@ -4,7 +4,7 @@ A from inputs or patches, G from output gradients (SP-NGD, eq. 9 and 11).
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -53,15 +53,26 @@ class Linear(Kronecker):
 
     Positions between the batch and the features share the weight. ``"expand"`` counts
     each as a term of A and of G; ``"reduce"`` first averages the inputs and sums the
-    gradients over an example's positions.
+    gradients over an example's positions. A weight that is several ``matrices`` has
+    one A, of the inputs that all of them have, and a G for each.
     """
 
     name = "linear"
+    matrices = 1
 
     def layout(self, module: nn.Module) -> Layout:
-        rows, cols = self.weight(module).shape
-        bias = self.bias(module) is not None
-        return Layout(stack=1, rows=rows, cols=cols + bias, right="A", left="G")
+        return self._layout(module, *self.weight(module).shape)
+
+    def _layout(self, module: nn.Module, rows: int, cols: int) -> Layout:
+        stack = self.options.matrices or self.matrices
+        return Layout(
+            stack=stack,
+            rows=divided(rows, stack),
+            cols=cols + (self.bias(module) is not None),
+            right="A",
+            left="G",
+            shared=True,
+        )
 
     def vectors(self, module: nn.Module, y: Tensor) -> int:
         if y.dim() < 2:
@@ -89,7 +100,9 @@ class Linear(Kronecker):
     ) -> dict[str, Tensor]:
         if "G" not in want:
             return {}
-        return {"G": gram(self._rows(g, mean=False), self.part_size(module, "left"))}
+        rows, size = self._rows(g, mean=False), self.part_size(module, "left")
+        each = rows.chunk(self.layout(module).stack, 1)
+        return {"G": joined([gram(part, size) for part in each])}
 
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
@@ -97,6 +110,12 @@ class Linear(Kronecker):
         x, g = widen(x), widen(g)
         if self.bias(module) is not None:
             x = torch.cat((x, torch.ones_like(x[..., :1])), -1)
+        each = g.chunk(stack := self.layout(module).stack, -1)
+        bases = left.chunk(stack) if left.numel() else (left,) * stack
+        pairs = zip(each, bases, strict=True)
+        return joined([self._squares(x, part, right, q) for part, q in pairs])
+
+    def _squares(self, x: Tensor, g: Tensor, right: Tensor, left: Tensor) -> Tensor:
         if x.dim() == 2 or self.options.loss == "tokens":
             rows = x.flatten(0, -2)[None, None], g.flatten(0, -2)[None, None]
             return rank_one_squares([rows], right, left)
@@ -110,6 +129,17 @@ class Linear(Kronecker):
         return x.reshape(-1, x.shape[-1])
 
 
+class InProjection(Linear):
+    """The weight of `nn.MultiheadAttention` that makes Q, K and V of the inputs.
+
+    They share one A. Where queries and keys are of different inputs, it is that of all
+    of them together. See Note [Projections of attention].
+    """
+
+    name = "in_projection"
+    matrices = 3
+
+
 class TransposedLinear(Linear):
     """A linear layer that keeps its weight as (inputs, outputs), as GPT-2's does."""
 
@@ -117,16 +147,16 @@ class TransposedLinear(Linear):
 
     def layout(self, module: nn.Module) -> Layout:
         cols, rows = self.weight(module).shape
-        bias = self.bias(module) is not None
-        return Layout(stack=1, rows=rows, cols=cols + bias, right="A", left="G")
+        return self._layout(module, rows, cols)
 
     def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super().fold(module, weight.T, bias)
 
     def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
+        whole = stack.flatten(0, 1)
         if self.bias(module) is None:
-            return stack[0].T, None
-        return stack[0, :, :-1].T, stack[0, :, -1]
+            return whole.T, None
+        return whole[:, :-1].T, whole[:, -1]
 
 
 class Conv(Kronecker):
@@ -190,6 +220,20 @@ class Conv(Kronecker):
         return squares_in_basis(conv_gradients(x, g, geometry), right, left)
 
 
+def divided(rows: int, matrices: int) -> int:
+    """The rows of each of so many equal matrices."""
+    if rows % matrices:
+        raise ValueError(
+            f"Invalid matrices={matrices} of a weight of {rows} rows. Must divide them."
+        )
+    return rows // matrices
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Stacks one after another."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def geometry_of(module: nn.Module, *, bias: bool) -> ConvGeometry:
     """What a convolution reads where, from its module."""
     kernel: tuple[int, ...] = _setting(module, "kernel_size")
@@ -234,6 +278,7 @@ class Matrix(LayerKind):
 
     name = "matrix"
     rescaled = True
+    matrices = 1
 
     def __init__(self, options: LayerOptions, shape: tuple[int, ...]) -> None:
         super().__init__(options)
@@ -248,6 +293,8 @@ class Matrix(LayerKind):
         """From the parameter's shape."""
         shape = self._shape
         stack, rows = shape[:2] if len(shape) == 3 else (1, shape[0])
+        parts = self.options.matrices or self.matrices
+        stack, rows = stack * parts, divided(rows, parts)
         cols = 1
         for size in shape:
             cols *= size

@@ -7,7 +7,7 @@ from torch import nn
 
 from natgrad.layers.block import LayerKind
 from natgrad.layers.embedding import Embedding
-from natgrad.layers.matrices import Conv, Linear, TransposedLinear
+from natgrad.layers.matrices import Conv, InProjection, Linear, TransposedLinear
 from natgrad.layers.norm import (
     BatchNorm,
     GroupNorm,
@@ -46,6 +46,7 @@ TABLE: dict[Key, Row | None] = {
     nn.LayerNorm: Row(LayerNorm),
     nn.GroupNorm: Row(GroupNorm),
     torch.nn.RMSNorm: Row(RMSNorm),
+    nn.MultiheadAttention: Row(InProjection, "in_proj_weight", "in_proj_bias"),
     "transformers.pytorch_utils.Conv1D": Row(TransposedLinear),
 }
 

@@ -11,6 +11,11 @@ of ``size`` rows each, in order, and the statistic is the stack ``(s * parts, si
 size)`` of them. So everything that handles stacks of matrices handles it as it is. The
 last part may be shorter: its last ``padding`` rows and columns stand for nothing. They
 are zero in the statistic and in its inverse, and no eigenvalue is counted for them.
+
+Note [One factor of several matrices]
+The matrices of a block may have the same inputs, as Q, K and V of one weight have. Then
+one factor on the right is that of all: it is ``shared``, estimated, kept, sent and
+inverted once, and its stack is 1 (or its parts), whatever the block's is.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ class StatisticSpec:
 
     ``eigen``: whether a factor is kept as an eigendecomposition; None: as the plan's
     ``inverse`` says for all. ``parts`` and ``padding``: see Note [Parts of a large
-    factor].
+    factor]; ``shared``: Note [One factor of several matrices].
     """
 
     name: str
@@ -55,6 +60,7 @@ class StatisticSpec:
     eigen: bool | None = None
     parts: int = 1
     padding: int = 0
+    shared: bool = False
 
     def __post_init__(self) -> None:
         _positive(self.name, stack=self.stack, size=self.size, parts=self.parts)
@@ -116,7 +122,7 @@ class BlockSpec:
         for spec in self.statistics:
             sizes = {"right": self.cols, "left": self.rows}
             rows = sizes.get(spec.side, self.rows * self.cols)
-            stack = self.stack * spec.parts
+            stack = (1 if spec.shared else self.stack) * spec.parts
             if (spec.block, spec.stack, spec.rows) != (self.name, stack, rows):
                 raise ValueError(
                     f"Invalid statistic {spec.name!r} of block {self.name!r}. Must "
