@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from natgrad.layers.block import NO_MODULE, Block, LayerKind, trainable
+from natgrad.layers.layout import statistics_of
 from natgrad.layers.matrices import Matrix
 from natgrad.layers.options import LayerOptions
 from natgrad.layers.table import kind_of, type_name, why_unknown
@@ -117,7 +118,7 @@ def _block(name: str, module: nn.Module, kind: LayerKind) -> Block:
             stack=layout.stack,
             rows=layout.rows,
             cols=layout.cols,
-            statistics=layout.statistics(name, kind.options),
+            statistics=statistics_of(layout, name, kind.options),
         ),
         kind=kind,
         modules=[module],
@@ -186,7 +187,7 @@ def _matrix(name: str, p: nn.Parameter, options: LayerOptions) -> Block:
         stack=layout.stack,
         rows=layout.rows,
         cols=layout.cols,
-        statistics=layout.statistics(name, options),
+        statistics=statistics_of(layout, name, options),
     )
     return Block(spec=spec, kind=kind, parameters=(p,), is_factored=True)
 

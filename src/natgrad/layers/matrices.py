@@ -45,7 +45,10 @@ class Kronecker(LayerKind):
         # not by whether there is a bias now: it may have been frozen since
         if stack.numel() == weight.numel():
             return stack.reshape(weight.shape), None
-        return stack[:, :, :-1].reshape(weight.shape), stack[:, :, -1].reshape(-1)
+        bias: Tensor = getattr(module, self.bias_name)
+        return stack[:, :, :-1].reshape(weight.shape), stack[:, :, -1].reshape(
+            bias.shape
+        )
 
 
 class Linear(Kronecker):

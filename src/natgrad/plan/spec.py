@@ -16,6 +16,12 @@ Note [One factor of several matrices]
 The matrices of a block may have the same inputs, as Q, K and V of one weight have. Then
 one factor on the right is that of all: it is ``shared``, estimated, kept, sent and
 inverted once, and its stack is 1 (or its parts), whatever the block's is.
+
+Note [Inputs of each matrix]
+Each expert of a layer has inputs of its own, and in some batches none. Its statistics
+are ``counted``: A is the mean over its own inputs, and a matrix that has none in a
+batch keeps both A and G as they are. G stays a mean over all examples, so that
+``G kron A`` is the Fisher's block of a weight that most examples do not use.
 """
 
 from __future__ import annotations
@@ -47,7 +53,8 @@ class StatisticSpec:
 
     ``eigen``: whether a factor is kept as an eigendecomposition; None: as the plan's
     ``inverse`` says for all. ``parts`` and ``padding``: see Note [Parts of a large
-    factor]; ``shared``: Note [One factor of several matrices].
+    factor]; ``shared``: Note [One factor of several matrices]; ``counted``: Note
+    [Inputs of each matrix].
     """
 
     name: str
@@ -61,6 +68,7 @@ class StatisticSpec:
     parts: int = 1
     padding: int = 0
     shared: bool = False
+    counted: bool = False
 
     def __post_init__(self) -> None:
         _positive(self.name, stack=self.stack, size=self.size, parts=self.parts)
@@ -86,8 +94,12 @@ class StatisticSpec:
 
     @cached_property
     def eigenvalues(self) -> int:
-        """How many the whole stack has; none for padding."""
-        return self.stack // self.parts * self.rows
+        """How many the whole stack has; none for padding.
+
+        Of a counted A those of one matrix: an input is that of one alone.
+        """
+        one = self.counted and self.side == "right"
+        return self.rows * (1 if one else self.stack // self.parts)
 
     @cached_property
     def elements(self) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 import natgrad
 from natgrad import Free, Orthogonal
+from natgrad.layers import LayerOptions
+from natgrad.layers.table import TABLE, kind_of
 
 WIDTH, HEADS, CLASSES = 6, 2, 4
 KEPT = dataclasses.replace(natgrad.SPNGD.defaults, factor_decay=0.5)
@@ -288,3 +291,159 @@ def test_layers_of_a_transformer_are_all_seen() -> None:
         assert {n.rpartition("/")[0] for n in kfac.engine.statistics.last.inverted} == {
             *("0.self_attn", "0.self_attn.out_proj", "0.linear1", "0.linear2", "2")
         }
+
+
+# -- experts ---------------------------------------------------------------------------
+
+
+class Expert(nn.Module):
+    """A linear layer for each expert, of tokens that are sorted by expert."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        weight = torch.randn(experts, outputs, inputs) / inputs**0.5
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.randn(experts, outputs)) if bias else None
+
+    def forward(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+        if sizes is None:
+            return torch.bmm(x, self.weight.mT)
+        rows = x.split(sizes.tolist())
+        each = [a @ w.T for a, w in zip(rows, self.weight, strict=True)]
+        if self.bias is not None:
+            each = [y + b for y, b in zip(each, self.bias, strict=True)]
+        return torch.cat(each)
+
+
+class Mixture(nn.Module):
+    """Each example goes to the expert that it is given, or to places for it."""
+
+    def __init__(self, *, bias: bool = True, padded: bool = False) -> None:
+        super().__init__()
+        self.experts = Expert(EXPERTS, 3, WIDTH, bias)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.padded = padded
+
+    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+        order = to.argsort(stable=True)
+        sizes = torch.bincount(to, minlength=EXPERTS)
+        if not self.padded:
+            y = self.experts(x[order], sizes)
+        else:
+            places = torch.zeros(EXPERTS, len(x), 3, dtype=x.dtype)
+            places[to, torch.arange(len(x))] = x
+            y = self.experts(places)[to, torch.arange(len(x))][order]
+        return self.head(torch.tanh(y[order.argsort()]))
+
+
+EXPERTS = 4
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """`Expert` is a known layer."""
+    natgrad.register_layer(Expert, "experts")
+    yield
+    TABLE.pop(Expert)
+
+
+def routed(seed: int, silent: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(20, 3, generator=draw, dtype=torch.float64)
+    to = torch.randint(EXPERTS, (20,), generator=draw)
+    to = to if silent is None else torch.where(to == silent, (silent + 1) % EXPERTS, to)
+    return x, to, torch.randint(CLASSES, (20,), generator=draw)
+
+
+def by_expert(
+    model: Mixture, x: Tensor, to: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A and G of each expert, an example at a time; zeros of one without any."""
+    bias = model.experts.bias
+    size = 3 + (bias is not None)
+    a, g = torch.zeros(EXPERTS, size, size), torch.zeros(EXPERTS, WIDTH, WIDTH)
+    a, g = a.double(), g.double()
+    for i, e in enumerate(to.tolist()):
+        out = model.experts.weight[e] @ x[i]
+        out = (out if bias is None else out + bias[e]).detach().requires_grad_()
+        logits = model.head(torch.tanh(out))[None]
+        (grad,) = torch.autograd.grad(F.cross_entropy(logits, y[i : i + 1]), out)
+        row = x[i] if bias is None else torch.cat([x[i], x.new_ones(1)])
+        a[e] += torch.outer(row, row) / (to == e).sum()
+        g[e] += torch.outer(grad, grad) / len(x)
+    return a, g
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(("bias", "padded"), [(True, False), (False, True)])
+def test_experts_have_statistics_of_their_own_tokens(bias: bool, padded: bool) -> None:
+    torch.manual_seed(0)
+    model = Mixture(bias=bias, padded=padded).double()
+    with natgrad.SPNGD(
+        model, lr=0.1, options=dataclasses.replace(KEPT, refresh=natgrad.Every())
+    ) as optimizer:
+        want: list[Tensor] = []
+        # the second never has a token in the first step, the first not in the second
+        for step, silent in enumerate((1, 0, None)):
+            x, to, y = routed(step, silent)
+            now = by_expert(model, x, to, y)
+            used = torch.bincount(to, minlength=EXPERTS) > 0
+            for i, new in enumerate(now):
+                if step == 0:
+                    want.append(new)
+                    continue
+                old, seen = want[i], used[:, None, None]
+                known = old.flatten(1).any(1)[:, None, None]
+                want[i] = torch.where(known, (old + new) / 2, new).where(seen, old)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, to), y).backward()
+            optimizer.step()
+            near(optimizer.statistic("experts/A"), want[0])
+            near(optimizer.statistic("experts/G"), want[1])
+        assert all(p.isfinite().all() for p in model.parameters())
+        row = next(r for r in str(optimizer).splitlines() if "experts.weight" in r)
+        assert "4 matrices" in row
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("rule", ["kronecker", "polar", "inputs"])
+def test_an_expert_trains_as_a_layer_of_its_own_tokens(rule: str) -> None:
+    """With equally many tokens each, K-FAC's factors are those of linear layers.
+
+    But for G, which a layer that sees every example has as many times as experts.
+    """
+    torch.manual_seed(0)
+    model = Mixture().double()
+    x, _, y = routed(0)
+    to = torch.arange(20) % EXPERTS
+    grads: list[Tensor] = []
+    options = dataclasses.replace(
+        natgrad.KFAC.defaults, rule=RULES[rule], length=Free(), damping=0.1
+    )
+    with natgrad.KFAC(model, options=options) as kfac:
+        F.cross_entropy(model(x, to), y).backward()
+        plain = torch.cat(
+            [p.grad.reshape(EXPERTS, WIDTH, -1) for p in model.experts.parameters()], 2
+        )
+        a, g = by_expert(model, x, to, y)
+        kfac.step()
+        grads = [p.grad.reshape(EXPERTS, WIDTH, -1) for p in model.experts.parameters()]
+    update = torch.cat(grads, 2)
+    relative = 0.1 * torch.diagonal(a, dim1=1, dim2=2).mean() * torch.eye(4).double()
+    if rule == "kronecker":
+        near(update, oracle.solve(oracle.kronecker(g, a), plain, 0.1), rtol=1e-8)
+    elif rule == "inputs":
+        near(update, plain @ torch.linalg.inv(a + relative), rtol=1e-8)
+    else:
+        root = torch.linalg.cholesky(torch.linalg.inv(a + relative))
+        u, _, v = torch.linalg.svd(plain @ root, full_matrices=False)
+        near(update, u @ v @ root.mT, rtol=0, atol=0.02)
+
+
+@pytest.mark.usefixtures("registered")
+def test_tokens_without_their_numbers_are_refused() -> None:
+    kind = kind_of(Expert(1, 3, 2, False), LayerOptions())
+    assert kind is not None
+    x = torch.randn(5, 3)
+    with pytest.raises(ValueError, match="how many each"):
+        kind.observe(Expert(1, 3, 2, False), x, x, {"A"})
