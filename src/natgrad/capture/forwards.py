@@ -231,7 +231,8 @@ class Call:
 
     ``rows`` are the examples looked at, ``scale`` how many each stands for, ``sent``
     the statistic of its inputs if that has left. ``leaf`` finds the tensor that the
-    weight's gradient goes to. ``is_mine``: whether moments are made of it here.
+    weight's gradient goes to. ``is_mine``: whether moments are made of it here;
+    ``is_apart``: whether that of the inputs is, of the features that this rank has.
     """
 
     block: Block
@@ -244,6 +245,7 @@ class Call:
     scale: float
     observed: Observed
     is_mine: bool = True
+    is_apart: bool = False
     inputs: Tensor | None = None
     sent: Sent | None = None
     done: bool = False
@@ -253,6 +255,12 @@ class Call:
     def inputs_name(self) -> str:
         """The name of the statistic of its inputs."""
         return f"{self.block.name}/{INPUTS}"
+
+    def theirs(self, *, based: bool) -> Iterator[str]:
+        """The names of the statistics that a peer makes."""
+        for s in self.kinds(based=based):
+            if not (self.is_apart and s.kind == INPUTS):
+                yield s.name
 
     def kinds(self, *, based: bool) -> Iterator[StatisticSpec]:
         """The statistics that it adds to; S only if there are bases to have it in."""

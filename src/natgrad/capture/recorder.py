@@ -225,13 +225,14 @@ class Capture:
         assert block.kind is not None
         x, *others = (a.detach() for a in given)
         rows, scale = self._rows(block, module, x, output)
-        mine = block.name in self._turns
+        mine, apart = block.name in self._turns, block.is_apart(module, x)
         with self._estimating(block, want[0], x.device.type):
-            observed, x = Observed(), whole(x)
-            if output.numel() and mine:
+            observed, x = Observed(), x if apart else whole(x)
+            if output.numel() and (mine or apart):
                 seen, y = (x[rows], *others), local(output)
                 observed = block.kind.observe_call(module, seen, y, want)
                 observed.stand_for(scale)
+                observed.positions *= mine
         call = Call(
             block=block,
             module=module,
@@ -243,6 +244,7 @@ class Capture:
             scale=scale,
             observed=observed,
             is_mine=mine,
+            is_apart=apart,
             # autograd keeps a layer's input for the gradient of its weight anyway
             inputs=x[rows] if "S" in want else None,
         )
@@ -266,9 +268,7 @@ class Capture:
         # From step and micro-batch alone: the same on all ranks and after a restart.
         before = f"{self.armed.step}/{len(self._captured.batches)}"
         some, world = self._subsample, self._world
-        return block.some_rows(
-            module, x, output, subsample=some, world=world, seed=before
-        )
+        return block.some_rows(module, x, output, some, world, before)
 
     def _expect_backward(
         self, forward: Forward, block: Block, leaf: Leaf, output: Tensor
@@ -330,8 +330,8 @@ class Capture:
         with self._estimating(call.block, call.want[-1], g.device.type):
             g = local(g) if call.want == (INPUTS,) else whole(g.detach())
             if not call.is_mine:
-                for s in call.kinds(based=self._has_bases(call)):
-                    into.note(s.name, Observed())
+                for name in call.theirs(based=self._has_bases(call)):
+                    into.note(name, Observed())
                 moments = dict[str, Tensor]()
             elif g.numel():
                 moments = call.block.kind.gradient_moments(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from natgrad.layers.options import LayerOptions
 from natgrad.math.parts import cut as parts_of
 from natgrad.math.parts import diagonal_parts
-from natgrad.math.shards import local
+from natgrad.math.shards import local, width
 from natgrad.math.statistics import Rows, enough_stride, every_kth, widen
 from natgrad.plan.spec import BlockSpec
 from natgrad.rules.fallbacks import Plain
@@ -26,7 +26,8 @@ class Layout:
 
     ``unit`` columns stay together where a large factor is cut: a channel's kernel.
     ``shared``: all matrices of the stack have the same inputs, and so one factor.
-    ``counted``: each has inputs of its own, of which a batch may have none.
+    ``counted``: each has inputs of its own, of which a batch may have none. ``apart``
+    columns, if any, are what each rank has of the inputs: the factor is cut so.
     """
 
     stack: int
@@ -38,6 +39,7 @@ class Layout:
     unit: int = 1
     shared: bool = False
     counted: bool = False
+    apart: int = 0
 
     def part_size(self, side: str, largest: int | None) -> int:
         """Rows of each part of the factor on one side: all, if it is not cut."""
@@ -45,6 +47,8 @@ class Layout:
 
     def cut(self, side: str, largest: int | None) -> tuple[int, int]:
         """How many parts the factor on one side is cut into, and the rows of each."""
+        if side == "right" and self.apart:
+            return parts_of(self.cols, self.apart, self.apart)
         if side == "left":
             return parts_of(self.rows, largest)
         return parts_of(self.cols, None if self.right_diagonal else largest, self.unit)
@@ -319,12 +323,17 @@ class Block:
         """Put ``(s, m, n)``, times ``scale``, into the parameters' ``.grad``."""
         self.put_gradients(self.unfold(stack), scale)
 
+    def is_apart(self, module: nn.Module, x: Tensor) -> bool:
+        """Whether this rank makes the factor of the features that it has of x."""
+        assert self.kind is not None
+        kept = self.kind.layout(module).apart
+        return kept > 0 and width(x, -1) == kept
+
     def some_rows(
         self,
         module: nn.Module,
         x: Tensor,
         output: Tensor,
-        *,
         subsample: int | None,
         world: int,
         seed: str,

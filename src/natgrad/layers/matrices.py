@@ -25,6 +25,7 @@ from natgrad.math.examples import (
     rank_one_squares,
     squares_in_basis,
 )
+from natgrad.math.shards import first, is_shard, local, width
 from natgrad.math.statistics import gram, input_moment, widen
 
 
@@ -64,9 +65,13 @@ class Linear(Kronecker):
     matrices = 1
 
     def layout(self, module: nn.Module) -> Layout:
-        return self._layout(module, *self.weight(module).shape)
+        weight = self.weight(module)
+        whole = self.options.gather_inputs or self.options.source == "gradients"
+        return self._layout(module, *weight.shape, 0 if whole else width(weight, 1))
 
-    def _layout(self, module: nn.Module, rows: int, cols: int) -> Layout:
+    def _layout(
+        self, module: nn.Module, rows: int, cols: int, apart: int = 0
+    ) -> Layout:
         stack = self.options.matrices or self.matrices
         return Layout(
             stack=stack,
@@ -75,6 +80,7 @@ class Linear(Kronecker):
             right="A",
             left="G",
             shared=True,
+            apart=apart,
         )
 
     def vectors(self, module: nn.Module, y: Tensor) -> int:
@@ -87,12 +93,29 @@ class Linear(Kronecker):
     ) -> Observed:
         if "A" not in want:
             return Observed()
-        rows = self._rows(x, mean=True)
+        rows = self._rows(local(x), mean=True)
+        if is_shard(x):
+            moment = self._own_part(module, rows, first(x, -1))
+            return Observed(moments={"A": moment}, positions=len(rows))
         bias = self.bias(module) is not None
         size = self.part_size(module, "right")
         return Observed(
             moments={"A": input_moment(rows, bias=bias, size=size)}, positions=len(rows)
         )
+
+    def _own_part(self, module: nn.Module, rows: Tensor, start: int) -> Tensor:
+        """A of the features that this rank has; the rank of the last has the bias."""
+        layout = self.layout(module)
+        parts, size = layout.cut("right", None)
+        rows, features = widen(rows), layout.cols - (self.bias(module) is not None)
+        if features < layout.cols and start + rows.shape[1] == features:
+            rows = torch.cat((rows, torch.ones_like(rows[:, :1])), 1)
+        moment = rows.new_zeros(parts, size, size)
+        for part in rows.split(size, 1):
+            at = start // size
+            moment[at, : part.shape[1], : part.shape[1]] = gram(part)[0]
+            start += size
+        return moment
 
     def gradient_moments(
         self,

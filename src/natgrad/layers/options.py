@@ -14,6 +14,7 @@ class LayerOptions:
         group: tells parameters of different groups apart.
         bias: whether a layer's bias is part of its matrix.
         matrices: how many matrices a linear weight is; None: as its kind says.
+        gather_inputs: as in `natgrad.Options`.
     """
 
     norm: str = "unit"
@@ -27,6 +28,7 @@ class LayerOptions:
     group: int = 0
     bias: bool = True
     matrices: int | None = None
+    gather_inputs: bool = True
 
     @property
     def any_matrix(self) -> bool:

@@ -76,6 +76,7 @@ def _layer_options(options: Options, parts: Parts, group: int) -> LayerOptions:
         plain=f"its group follows {rule.name}" if is_fallback(rule) else "",
         group=group,
         matrices=parts.matrices,
+        gather_inputs=options.gather_inputs,
     )
 
 

@@ -1,7 +1,7 @@
 """Tensor parallelism, alone and under `fully_shard`: as one process trains."""
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,26 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import natgrad
+from natgrad.layers import Layout
+from natgrad.layers.matrices import Linear
 
 BATCH, WORDS, LENGTH, CLASSES = 8, 9, 4, 3
+
+
+class Down(nn.Linear):
+    """The layer whose inputs tensor parallelism cuts, of two ranks."""
+
+
+class InTwo(Linear):
+    """What two ranks make of the inputs that they do not gather, on one process."""
+
+    def layout(self, module: nn.Module) -> Layout:
+        found = super().layout(module)
+        two = 0 if self.options.gather_inputs else self.weight(module).shape[1] // 2
+        return replace(found, apart=two)
+
+
+natgrad.register_layer(Down, InTwo)
 
 
 class Layer(nn.Module):
@@ -33,7 +51,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(6)
         self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 6)
+        self.down = Down(10, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -99,6 +117,12 @@ def make(name: str, model: nn.Module) -> tuple[Any, Any]:
         "spngd": lambda: natgrad.SPNGD(
             model, lr=1e-2, momentum=0.9, weight_decay=1e-2, damping=1e-2
         ),
+        "blocks": lambda: natgrad.SPNGD(
+            model,
+            lr=1e-2,
+            damping=1e-2,
+            options=replace(natgrad.SPNGD.defaults, gather_inputs=False),
+        ),
         "muon": lambda: natgrad.Muon(model, lr=1e-2),
         "shampoo": lambda: natgrad.Shampoo(model, lr=1e-2),
     }
@@ -130,6 +154,8 @@ CASES = {
     "spngd, by sequence": Case("spngd", by_sequence=True, wrap="whole"),
     "kfac": Case("kfac"),
     "kfac, by sequence": Case("kfac", by_sequence=True),
+    "blocks": Case("blocks"),
+    "blocks, by sequence": Case("blocks", by_sequence=True, wrap="layers"),
     "accumulated": Case("kfac", by_sequence=True, steps=4, micro=2),
     "clipped": Case("spngd", by_sequence=True, steps=4, clip=True),
     "recomputed": Case("spngd", by_sequence=True, steps=4, recomputes=True),
