@@ -64,9 +64,13 @@ class Projections(TorchFunctionMode):
         return y
 
 
+def _never(_: Any) -> bool:
+    return False
+
+
 def _with_linear(linear: Callable[..., Tensor]) -> Callable[..., Any]:
     """Torch's function of attention, and the helpers it calls, with another linear."""
-    names = {**vars(F), "linear": linear, "has_torch_function": lambda _: False}
+    names = {**vars(F), "linear": linear, "has_torch_function": _never}
     for name, function in vars(F).items():
         if name.startswith("_in_projection"):
             names[name] = FunctionType(

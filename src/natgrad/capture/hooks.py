@@ -147,11 +147,12 @@ class Hooks:
 
     def _place_on_attention(self, model: nn.Module, blocks: list[Block]) -> None:
         """See Note [Projections of attention]."""
-        known = {module: block for block in blocks for module in block.modules}
+        known: dict[nn.Module, Block] = {m: b for b in blocks for m in b.modules}
         for module in model.modules():
             if not isinstance(module, nn.MultiheadAttention):
                 continue
-            its = {m: known[m] for m in (module, module.out_proj) if m in known}
+            both: list[nn.Module] = [module, module.out_proj]
+            its = {m: known[m] for m in both if m in known}
             if its:
                 before = partial(self._before_attention, its)
                 after = self._after_attention

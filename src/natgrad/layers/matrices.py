@@ -67,7 +67,8 @@ class Linear(Kronecker):
     def layout(self, module: nn.Module) -> Layout:
         weight = self.weight(module)
         whole = self.options.gather_inputs or self.options.source == "gradients"
-        return self._layout(module, *weight.shape, 0 if whole else width(weight, 1))
+        (rows, cols), apart = weight.shape, 0 if whole else width(weight, 1)
+        return self._layout(module, rows, cols, apart)
 
     def _layout(
         self, module: nn.Module, rows: int, cols: int, apart: int = 0

@@ -405,30 +405,28 @@ def test_experts_have_statistics_of_their_own_tokens(bias: bool, padded: bool) -
         assert "4 matrices" in row
 
 
+def stacked_gradient(experts: Expert) -> Tensor:
+    """Of weight and bias, ``(s, m, n)``."""
+    found = [p.grad for p in experts.parameters() if p.grad is not None]
+    return torch.cat([x.reshape(EXPERTS, WIDTH, -1) for x in found], 2)
+
+
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("rule", ["kronecker", "polar", "inputs"])
-def test_an_expert_trains_as_a_layer_of_its_own_tokens(rule: str) -> None:
-    """With equally many tokens each, K-FAC's factors are those of linear layers.
-
-    But for G, which a layer that sees every example has as many times as experts.
-    """
+def test_an_expert_is_scaled_by_its_own_factors(rule: str) -> None:
     torch.manual_seed(0)
     model = Mixture().double()
     x, _, y = routed(0)
     to = torch.arange(20) % EXPERTS
-    grads: list[Tensor] = []
     options = dataclasses.replace(
         natgrad.KFAC.defaults, rule=RULES[rule], length=Free(), damping=0.1
     )
     with natgrad.KFAC(model, options=options) as kfac:
         F.cross_entropy(model(x, to), y).backward()
-        plain = torch.cat(
-            [p.grad.reshape(EXPERTS, WIDTH, -1) for p in model.experts.parameters()], 2
-        )
+        plain = stacked_gradient(model.experts)
         a, g = by_expert(model, x, to, y)
         kfac.step()
-        grads = [p.grad.reshape(EXPERTS, WIDTH, -1) for p in model.experts.parameters()]
-    update = torch.cat(grads, 2)
+        update = stacked_gradient(model.experts)
     relative = 0.1 * torch.diagonal(a, dim1=1, dim2=2).mean() * torch.eye(4).double()
     if rule == "kronecker":
         near(update, oracle.solve(oracle.kronecker(g, a), plain, 0.1), rtol=1e-8)
