@@ -292,11 +292,13 @@ def leaf_of(block: Block, module: nn.Module) -> Callable[[], Tensor]:
     """What finds, in a backward, the leaf that a weight's gradient goes to.
 
     Under `fully_shard` that is the whole weight, which a module has while it runs:
-    in its forward, unless it is itself what was sharded, and then in its backward.
+    in its forward, unless it is itself what was sharded, and then in its backward. Of a
+    parallel layer we are called before it is cut again.
     """
     assert block.kind is not None
     weight = block.kind.weight(module)
-    return partial(block.kind.weight, module) if is_shard(weight) else lambda: weight
+    later = is_shard(weight) and not block.is_parallel
+    return partial(block.kind.weight, module) if later else lambda: weight
 
 
 class Sentinel:
