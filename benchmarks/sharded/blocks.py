@@ -124,7 +124,7 @@ def compare(found: list[tuple[Tensor, Tensor]], peers: int) -> tuple[float, floa
 def main() -> None:
     """Train, compare, print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
     natgrad.register_layer(Cut, InBlocks)
     exact: list[tuple[Tensor, Tensor]] = []

@@ -65,14 +65,19 @@ def build() -> Experts:
     return Experts().double()
 
 
-def make(name: str, model: nn.Module) -> Any:
+def make(name: str, model: nn.Module) -> tuple[Any, Any]:
+    """What steps, and what is natgrad's in it."""
+    if name == "kfac":
+        host = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return host, natgrad.KFAC(model, host, damping=1e-2)
     kinds: dict[str, Any] = {
         "muon": partial(natgrad.Muon, lr=1e-2),
         "shampoo": partial(natgrad.Shampoo, lr=1e-2),
         "polar": partial(natgrad.Polar, lr=1e-2),
         "spngd": partial(natgrad.SPNGD, lr=1e-2, momentum=0.9, damping=1e-2),
     }
-    return kinds[name](model)
+    optimizer = kinds[name](model)
+    return optimizer, optimizer
 
 
 def step(model: Any, optimizer: Any, seed: int, part: int = 0, parts: int = 1) -> None:
@@ -89,12 +94,13 @@ def step(model: Any, optimizer: Any, seed: int, part: int = 0, parts: int = 1) -
 
 def five(rank: int, world: int, steps: int) -> Any:
     found: dict[str, Any] = {}
-    for name in ("muon", "shampoo", "polar", "spngd"):
+    for name in ("muon", "shampoo", "polar", "spngd", "kfac"):
         model = build()
         fully_shard(model)
-        with closing(make(name, model)) as optimizer:
+        stepper, optimizer = make(name, model)
+        with closing(optimizer):
             for i in range(steps):
-                step(model, optimizer, i, rank, world)
+                step(model, stepper, i, rank, world)
             optimizer.engine.plan.check()
             states = optimizer.engine.statistics.states
             kept = [n for n, s in states.items() if s.average is not None]
@@ -106,9 +112,10 @@ def test_five_ranks_and_an_expert_without_tokens() -> None:
     results = run_world(5, five, 5, 20, timeout=200)
     for name in results[0]:
         model = build()
-        with closing(make(name, model)) as optimizer:
+        stepper, optimizer = make(name, model)
+        with closing(optimizer):
             for i in range(20):
-                step(model, optimizer, i)
+                step(model, stepper, i)
             report = str(optimizer)
         if name in ("muon", "shampoo"):  # what is one matrix and what is many
             assert f"2 of many ({EXPERTS + 3})" in report, report

@@ -34,6 +34,7 @@ class Fused(nn.Module):
 
     def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
+        self.biased = bias
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=bias)
         self.out = nn.Linear(WIDTH, WIDTH, bias=bias)
         self.head = nn.Linear(WIDTH, CLASSES)
@@ -51,7 +52,7 @@ class Apart(Fused):
     """The same with a layer for each matrix."""
 
     def __init__(self, fused: Fused, count: int) -> None:
-        biased = fused.qkv.bias is not None
+        biased = fused.biased
         super().__init__(bias=biased)
         del self.qkv
         self.parts = nn.ModuleList(
@@ -175,7 +176,7 @@ class Attention(nn.Module):
 
     def __init__(self, fused: Fused, *, batch_first: bool, weights: bool) -> None:
         super().__init__()
-        biased = fused.qkv.bias is not None
+        biased = fused.biased
         self.attention = nn.MultiheadAttention(
             WIDTH, HEADS, bias=biased, batch_first=batch_first
         )
