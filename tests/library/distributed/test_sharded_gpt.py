@@ -22,7 +22,9 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        # without a bias: that of keys has no gradient but rounding, which AdamW scales
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +43,9 @@ class GPT(nn.Module):
         self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.words(x) + self.places(torch.arange(x.shape[1]))
+        # for each example: what a rank adds up over its own is no gradient of one
+        places = torch.arange(x.shape[1]).expand_as(x)
+        h = self.words(x) + self.places(places)
         for layer in self.layers:
             h = layer(h)
         return self.head(self.last(h))
