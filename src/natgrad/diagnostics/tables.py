@@ -67,7 +67,7 @@ def _summary(
     kept = _bytes(packed * statistics.like.element_size())
     lines = [
         f"{len(works)} blocks, {covered:,} of {total:,} trained parameters "
-        f"preconditioned, {kept} of statistics."
+        f"({covered / max(1, total):.0%}) preconditioned, {kept} of statistics."
     ]
     for rule in dict.fromkeys(b.rule for b in rest):
         count = _elements([b for b in rest if b.rule == rule], here)

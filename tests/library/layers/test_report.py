@@ -128,7 +128,8 @@ def test_bytes_and_the_summary(style: Any) -> None:
     first, second, third, blank, *_ = lines[-10:]
     assert blank == ""
     assert first.startswith(
-        f"2 blocks, {parameters} of {parameters + 8} trained parameters preconditioned"
+        f"2 blocks, {parameters} of {parameters + 8} trained parameters (83%) "
+        "preconditioned"
     )
     assert f"{8 * (21 + 10 + 15 + 6)} B of statistics" in first
     assert second == "8 parameters without a block keep their plain gradient."
