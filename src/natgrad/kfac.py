@@ -266,8 +266,8 @@ def _require_effect(options: Options) -> None:
         if value not in (usual, AUTO):  # which has an error of its own
             raise ValueError(
                 f"Invalid {name}={value!r} of KFAC: it would have no effect. Must be "
-                f"{usual!r}, the default: {name} is a matter of the optimizer that "
-                "KFAC preconditions for."
+                f"{usual!r}, the default: set {name} in the optimizer that KFAC "
+                "preconditions for."
             )
 
 

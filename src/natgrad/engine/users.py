@@ -28,8 +28,7 @@ class Inspectable:
         """A table of every parameter: its block, or why it is left out."""
         engine = self.engine
         groups = [] if engine.optimizer is None else engine.optimizer.param_groups
-        fallback = engine.options.fallback
-        return registration_table(engine.model, engine.statistics, fallback, groups)
+        return registration_table(engine.model, engine.statistics, groups)
 
     def __str__(self) -> str:
         return self.report()

@@ -34,7 +34,7 @@ class MakeCache:
     name: Annotated[str, tyro.conf.Positional] = "imagenet"
     """The data set: imagenet."""
     out: Path
-    """Folder of the cache: on a disk that every process can read, or one a node."""
+    """Folder of the cache: on a disk that every process can read, or one per node."""
     root: Path | None = None
     """Folder of all data sets. None: $NATGRAD_DATA, or the user's cache."""
     crop: Crop = "stretched"
