@@ -115,25 +115,17 @@ def warn_partial(comm: Communicator) -> bool:
     if comm.rank == 0:
         warnings.warn(
             f"This state_dict has rank 0's part of the natgrad state of {comm.world} "
-            "ranks, which only rank 0 of as many can load. If not every rank saves its "
-            "own, call gather() on every rank before.",
+            "ranks, which only rank 0 of the same number of ranks can load. Unless "
+            "every rank saves its own part, call gather() on every rank before saving.",
             stacklevel=4,
         )
     return True
 
 
-def parts_kept(plan: Plan, statistic: str, rank: int) -> tuple[str, ...]:
-    """What of a statistic's saved tensors a rank goes on with: owners all of them."""
-    if plan.owners[statistic] == rank:
-        return ("average", "inverse", "history")
-    block = statistic.rpartition("/")[0]
-    return ("inverse",) if rank in plan.keepers(block) else ()
-
-
 def release(states: list[StatisticState], plan: Plan, rank: int) -> None:
     """Forget what a gather brought of statistics that this rank has no part in."""
     for s in states:
-        kept = parts_kept(plan, s.spec.name, rank)
+        kept = plan.parts_kept(s.spec.name, rank)
         if "average" not in kept:
             s.average, s.history = None, []
         if "inverse" not in kept:

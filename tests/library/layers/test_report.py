@@ -75,8 +75,11 @@ def test_every_parameter_is_listed_once() -> None:
         ("partly.bias", ["-", "the weight of its Linear is frozen"]),
         ("skipped.weight", ["-", "named in skip"]),
         ("skipped.bias", ["-", "named in skip"]),
-        ("attention.in_proj_weight", ["-", "MultiheadAttention is not a known"]),
-        ("attention.out_proj.weight", ["-", "MultiheadAttention does not call it"]),
+        (
+            "attention.in_proj_weight",
+            ["in_projection", "A 7, G 3x6", "3 matrices, one A"],
+        ),
+        ("attention.out_proj.weight", ["linear", "A 7, G 6"]),
         ("scale", ["-", "Zoo is not a known layer"]),
     ],
 )
@@ -101,12 +104,12 @@ def test_cut_factors_are_reported() -> None:
     want = ["linear", "A 2x5, G 3", "144 B", "A kept as 2 diagonal blocks"]
     assert rows["0.weight"] == want
     assert rows["1.weight"][1] == "A 6x9, G 2x3"
-    assert rows["1.weight"][-1] == "A kept as 3 diagonal blocks"
+    assert rows["1.weight"][-1] == "2 matrices; A kept as 3 diagonal blocks"
 
 
 def test_norms_are_reported_when_skipped() -> None:
     rows = table(natgrad.KFAC(mlp(), length=natgrad.KLClip(lr=1.0), norm="skip"))
-    assert rows["1.weight"] == ["-", "norm='skip'"]
+    assert rows["1.weight"] == ["-", "normalisation layers are left out (norm='skip')"]
 
 
 @pytest.mark.parametrize("style", ["eigen", "factored"])
@@ -122,14 +125,15 @@ def test_bytes_and_the_summary(style: Any) -> None:
     assert rows["0.bias"] == ["linear", "A 6, G 4"]
     parameters = 6 * 4 + 5 * 3
     lines = kfac.report().splitlines()
-    first, second, third, blank, *_ = lines[-8:]
+    first, second, third, blank, *_ = lines[-10:]
     assert blank == ""
     assert first.startswith(
-        f"2 blocks, {parameters} of {parameters + 8} trained parameters preconditioned"
+        f"2 blocks, {parameters} of {parameters + 8} trained parameters (83%) "
+        "preconditioned"
     )
     assert f"{8 * (21 + 10 + 15 + 6)} B of statistics" in first
     assert second == "8 parameters without a block keep their plain gradient."
-    assert third.startswith("Inverting all of them is expected to take")
+    assert third.startswith("Inverting all statistics once is expected")
     backward(model, 0)
     kfac.step()
     kept = [kfac.statistic(name) for name in kfac.refreshes()["statistics"]]
