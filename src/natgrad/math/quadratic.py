@@ -131,11 +131,12 @@ def adapted(
     return damping, min(streak, 0)
 
 
-def paced(interval: int, old: Numbers, new: Numbers) -> int:
+def paced(interval: int, old: Numbers, new: Numbers, ratio: float) -> int:
     """Steps until learning rate and momentum are to be found again.
 
-    Twice as many as before if they have hardly changed since the last time, up to four.
+    Twice as many as before, up to four, if they have hardly changed since the last time
+    and the last reduction ratio says that the model is nearly exact.
     """
     (a, b), (x, y) = old, new
     still = abs(x - a) <= DRIFT * abs(a) and abs(y - b) <= DRIFT
-    return min(2 * interval, RAREST) if still else 1
+    return min(2 * interval, RAREST) if still and abs(ratio - 1) <= DRIFT else 1

@@ -39,7 +39,7 @@ class AutoDamping:
     every: int = 5
     factor: float = 0.95
     lowest: float = 1e-8
-    highest: float = 1e16
+    highest: float = 1e8
 
     def __post_init__(self) -> None:
         if self.initial is not None:

@@ -112,6 +112,7 @@ class Tuner:
         self._predicted: float | None = None
         self._reached = math.inf
         self._solution, self._interval, self._again = (0.0, 0.0), 1, 0
+        self._promised = 0.0
         self._runs: list[Run] = []
         self._hessians: list[Product] = []
         self._expected: tuple[float, float, Mapping[str, float]] | None = None
@@ -232,19 +233,20 @@ class Tuner:
         if not (self.finds_lr or self.finds_momentum or self.is_due):
             return 1.0, 1.0
         if not self.is_due and self._engine.step < self._again:
+            self._predicted = self._promised  # what a bad step is known by
             return self._scaled(self._solution, scale)
         lr, momentum = self.finds_lr, self.finds_momentum
         fixed = (None if lr else 1.0, None if momentum else 1.0)
         along = self.along([update, last], self._weights(), self._gradients(), decay)
         damped = along.damped(self.damping())
         found = minimiser(along.slopes, damped, fixed)
-        self._interval = paced(self._interval, self._solution, found)
+        self._interval = paced(self._interval, self._solution, found, self.ratio)
         self._again = self._engine.step + self._interval
         self._solution = found
         if lr:
             self.trust = trusted(self.trust, along.slopes[1], damped[1][1])
         x = self._scaled(found, scale)
-        self._predicted = change(along.slopes, along.products, x)
+        self._promised = self._predicted = change(along.slopes, along.products, x)
         if self.is_due:
             self._expect(self._predicted, decay)
         return x
@@ -349,6 +351,7 @@ class Tuner:
         found: dict[str, Any] = {name: getattr(self, name) for name in FOUND}
         found |= {"predicted": self._predicted, "reached": self._reached}
         found["solution"] = [*self._solution, self._interval, self._again]
+        found["promised"] = self._promised
         value = first = None
         if self._damping is not None:
             value, first = self._damping.value, self._damping.first
@@ -361,6 +364,7 @@ class Tuner:
             setattr(self, name, float(state.get(name, 1.0)))
         self._predicted = state.get("predicted")
         self._reached = float(state.get("reached", math.inf))
+        self._promised = float(state.get("promised", 0.0))
         # of an older state: found in the next step
         x, y, interval, again = state.get("solution", (0.0, 0.0, 1, 0))
         self._solution, self._interval, self._again = (x, y), interval, again

@@ -215,9 +215,11 @@ def test_damping_falls_faster_while_it_falls() -> None:
 
 
 def test_rates_that_hardly_change_are_found_more_rarely() -> None:
-    assert [paced(n, (1.0, 0.5), (0.95, 0.55)) for n in (1, 2, 4)] == [2, 4, 4]
-    assert paced(4, (1.0, 0.5), (0.8, 0.5)) == 1
-    assert paced(4, (1.0, 0.5), (1.0, 0.7)) == 1
+    assert [paced(n, (1.0, 0.5), (0.95, 0.55), 1.05) for n in (1, 2, 4)] == [2, 4, 4]
+    assert paced(4, (1.0, 0.5), (0.8, 0.5), 1.0) == 1
+    assert paced(4, (1.0, 0.5), (1.0, 0.7), 1.0) == 1
+    assert paced(4, (1.0, 0.5), (1.0, 0.5), 0.8) == 1
+    assert paced(4, (1.0, 0.5), (1.0, 0.5), math.nan) == 1
 
 
 def test_between_two_solutions_no_products_are_needed(
@@ -231,6 +233,8 @@ def test_between_two_solutions_no_products_are_needed(
         return 0.01, 0.0
 
     monkeypatch.setattr("natgrad.quadratic.tuner.minimiser", found)
+    assert optimizer.engine.tuner is not None
+    optimizer.engine.tuner.ratio = 1.0
     for _ in range(12):
 
         def closure() -> Any:
