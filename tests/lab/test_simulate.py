@@ -3,6 +3,7 @@
 import json
 import statistics
 import time
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.support.world import run_world
 from natgrad import KFAC, Every, Free
 from natgrad.distributed.communicator import Communicator
 from natgrad.plan import HardwareProfile, make_plan
+from natgrad.plan.autotune import exchange_seconds
 from natgrad.plan.autotune.profile import Collective, ModelTimes
 from natgrad.plan.loads import loads_of, lower_bound
 from natgrad_lab.errors import UserError
@@ -40,7 +42,7 @@ from natgrad_lab.simulate.published import (
     worker_sizes,
 )
 from natgrad_lab.simulate.roles import Conditions, roles_of
-from natgrad_lab.simulate.run import SGD, Method, simulate
+from natgrad_lab.simulate.run import SGD, Method, plan_of, simulate
 from natgrad_lab.simulate.work import Work, work_of
 from natgrad_lab.train.metrics import MetricsWriter
 from natgrad_lab.train.processes import World
@@ -624,3 +626,19 @@ def test_measured_exchanges_become_a_model_of_them() -> None:
     # Nobody computes faster with more company, nor on cores that are not there.
     assert calibrate._crowding([found]) == pytest.approx((1.0, 1.5, 1.5))
     assert calibrate._crowding([found | {"cores": 1}]) == pytest.approx((1, 2, 3))
+
+
+def test_a_sharded_model_moves_its_weights_three_times_and_its_pieces_twice(
+    resnet50: Work,
+) -> None:
+    profile = find_profile("abci")
+    sgd = [
+        simulate(resnet50, profile, 64, replace(SGD, gradients=g))
+        for g in ("own", "sharded")
+    ]
+    assert sgd[1].seconds > sgd[0].seconds
+    method = Method(strategy="spngd", gradients="sharded")
+    plan = plan_of(resnet50, profile, 64, method)
+    phases = simulate(resnet50, profile, 64, method).phases
+    for name in ("reduce_gradients", "share_updates"):
+        assert phases[name] >= exchange_seconds(plan, name, profile) > 0

@@ -128,7 +128,7 @@ def _collectives(found: dict[str, Any]) -> list[Collective]:
     """A model of each kind of exchange, of least relative error."""
     ranks = found["world"]
     models = [Collective(kind="agree", ranks=ranks, begin=found["agree"])]
-    for kind in ("reduce", "all_reduce", "gather"):
+    for kind in ("reduce", "all_reduce", "gather", "all_to_all"):
         rows = [row for row in found["exchanges"] if row["kind"] == kind]
         parts = [[1.0, r["calls"], r["items"], r["bytes"]] for r in rows]
         seconds = np.array([r["seconds"] for r in rows])

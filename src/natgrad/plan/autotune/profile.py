@@ -24,7 +24,7 @@ from natgrad.plan.cost import CostModel, Rates, rate_at
 from natgrad.plan.messages import WAYS, Way
 
 ALGORITHMS = ("ring", "tree")
-COLLECTIVES = ("reduce", "all_reduce", "gather", "agree")
+COLLECTIVES = ("reduce", "all_reduce", "gather", "all_to_all", "agree")
 
 
 def _require(owner: str, *, above: float | None = None, **values: float) -> None:
@@ -94,8 +94,9 @@ class Collective:
 
     An exchange takes ``begin``, and ``call`` more for each collective in it, ``item``
     for each tensor and ``byte`` for each byte of its buckets. ``kind`` is "reduce"
-    (sums to one rank each), "all_reduce", "gather" (from one rank each) or "agree" (a
-    small sum that all ranks wait for: ``begin`` alone).
+    (sums to one rank each), "all_reduce", "gather" (from one rank each), "all_to_all"
+    (the pieces of a sharded model) or "agree" (a small sum that all ranks wait for:
+    ``begin`` alone).
     """
 
     kind: str
@@ -278,6 +279,17 @@ class HardwareProfile:
         if nodes == 1:
             return self._pass(self.inside, size, ranks, 1)
         return self._pass(self.between, size * copies, ranks, 1)
+
+    def swap(self, near: float, far: float, ranks: int) -> float:
+        """Seconds of an all-to-all over neighbours.
+
+        The busiest rank sends, or gets, ``near`` bytes inside of its node, and the
+        busiest node ``far`` bytes from or to others.
+        """
+        inside, nodes = self.nodes(ranks)
+        latency = (inside - 1) * self.inside.latency
+        latency += (nodes - 1) * self.between.latency
+        return near / self.inside.bandwidth + far / self.between.bandwidth + latency
 
     def small(self, ranks: int) -> float:
         """Seconds of a sum of a few numbers over neighbours, up a tree and down."""
