@@ -139,6 +139,7 @@ class Machinery(ABC):
             subsample=self.options.subsample,
             world=self.comm.world,
             peers=self.sharding.peers if self.sharding else ALONE,
+            precision=self.options.factor_precision,
             grad_scaler=grad_scaler,
             meter=self.meter,
             before_forward=self.before_forward,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from natgrad.math.packing import mirror_
+from natgrad.math.precision import HALF
 
 # Patches, spectra and copies are made for a few examples at a time. 4 MiB stay in a
 # last-level cache and are enough for a product to run at full speed.
@@ -23,6 +24,9 @@ def add_product(total: Tensor, rows: Tensor) -> None:
 
     Off the CPU all of it, in one product: panels were tuned on CPUs.
     """
+    if rows.dtype != total.dtype:
+        total.add_(outer(rows))
+        return
     size = total.shape[-1]
     if total.shape[0] > 1 or size <= PANEL or not on_cpu(total):
         total.baddbmm_(rows, rows.mT)
@@ -30,6 +34,21 @@ def add_product(total: Tensor, rows: Tensor) -> None:
     for start in range(0, size, PANEL):
         panel = slice(start, start + PANEL)
         total[0, panel, start:].addmm_(rows[0, panel], rows[0, start:].T)
+
+
+def as_operand(x: Tensor) -> Tensor:
+    """What is multiplied: half precision as it is on CUDA, and else widened.
+
+    See Note [Half-precision products] in `natgrad.math.precision`.
+    """
+    return x if x.is_cuda and x.dtype in HALF else x.to(sum_dtype(x))
+
+
+def outer(rows: Tensor) -> Tensor:
+    """rows rows^T of operands (g, n, b), summed in float32 or better."""
+    if rows.dtype in HALF:
+        return torch.bmm(rows, rows.mT, out_dtype=torch.float32)
+    return rows @ rows.mT
 
 
 def completed(total: Tensor) -> Tensor:
@@ -56,10 +75,10 @@ def channels_first(block: Tensor) -> Tensor:
 
 
 def blocks(x: Tensor, growth: float = 1.0) -> Iterator[Tensor]:
-    """Runs of examples, widened; ``growth`` times their size is what gets bounded."""
+    """Runs of examples, to be multiplied; ``growth`` times their size is bounded."""
     size = growth * sum_dtype(x).itemsize * math.prod(x.shape[1:])
     for block in torch.split(x, max(1, int(block_bytes(x) / size))):
-        yield block.to(sum_dtype(x))
+        yield as_operand(block)
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

@@ -44,6 +44,7 @@ from natgrad.math.conv.geometry import (
 from natgrad.math.parts import stacked
 from natgrad.math.products import (
     add_product,
+    as_operand,
     blocks,
     channels_first,
     completed,
@@ -157,7 +158,7 @@ def _patch_blocks(x: Tensor, geometry: ConvGeometry) -> Iterator[Tensor]:
     line = x.shape[1] * geometry.taps * math.prod(outputs[1:])
     lines = max(1, products.block_bytes(x) // (line * sum_dtype(x).itemsize))
     for block in torch.split(x, max(1, lines // outputs[0])):
-        views = windows(pad(block.to(sum_dtype(x)), geometry.padding), geometry)
+        views = windows(pad(as_operand(block), geometry.padding), geometry)
         for part in torch.split(views, lines, dim=2 + geometry.dims):
             yield part.movedim(0, 1 + geometry.dims)
 
