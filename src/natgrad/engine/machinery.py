@@ -39,6 +39,7 @@ from natgrad.engine.shards import Shards, refuse_sharded
 from natgrad.factors.statistics import Statistics
 from natgrad.layers.block import statistics_like
 from natgrad.layers.registration import Groups, parts_for, register
+from natgrad.math.tuning import tuning_of
 from natgrad.options import Options
 from natgrad.plan import Plan
 from natgrad.quadratic.tuner import Tuner
@@ -147,6 +148,8 @@ class Machinery(ABC):
 
     def _connect(self, plan: Plan) -> Communicator:
         options, same = self.options, self._replicas.fingerprint()
+        # ranks that choose by other sizes round otherwise
+        same["tuning of the device"] = repr(tuning_of(self.like))
         return Communicator(plan, options.comm, options.group, fingerprint=same)
 
     def _reopen(self) -> None:

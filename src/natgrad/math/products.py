@@ -8,31 +8,20 @@ from torch import Tensor
 
 from natgrad.math.packing import mirror_
 from natgrad.math.precision import HALF
-
-# Patches, spectra and copies are made for a few examples at a time. 4 MiB stay in a
-# last-level cache and are enough for a product to run at full speed.
-BLOCK_BYTES = 4 * 2**20
-# Elsewhere no cache is aimed at: only the memory that is taken at once is bounded.
-DEVICE_BYTES = 256 * 2**20
-
-# Rows of a symmetric product made in one go, from the diagonal to the right.
-PANEL = 192
+from natgrad.math.tuning import Tuning, tuning_of
 
 
-def add_product(total: Tensor, rows: Tensor) -> None:
-    """Add rows rows^T to ``total`` (g, n, n); of large ones, the upper part only.
-
-    Off the CPU all of it, in one product: panels were tuned on CPUs.
-    """
+def add_product(total: Tensor, rows: Tensor, tuning: Tuning | None = None) -> None:
+    """Add rows rows^T to ``total`` (g, n, n); of large ones, the upper part only."""
     if rows.dtype != total.dtype:
         total.add_(outer(rows))
         return
-    size = total.shape[-1]
-    if total.shape[0] > 1 or size <= PANEL or not on_cpu(total):
+    size, step = total.shape[-1], (tuning or tuning_of(total)).panel
+    if total.shape[0] > 1 or not 0 < step < size:
         total.baddbmm_(rows, rows.mT)
         return
-    for start in range(0, size, PANEL):
-        panel = slice(start, start + PANEL)
+    for start in range(0, size, step):
+        panel = slice(start, start + step)
         total[0, panel, start:].addmm_(rows[0, panel], rows[0, start:].T)
 
 
@@ -56,16 +45,6 @@ def completed(total: Tensor) -> Tensor:
     return mirror_(total) if total.shape[0] == 1 < total.shape[-1] else total
 
 
-def on_cpu(x: Tensor) -> bool:
-    """Whether constants that were tuned on CPUs may decide."""
-    return x.device.type == "cpu"
-
-
-def block_bytes(x: Tensor) -> int:
-    """Bytes of patches, spectra or copies made at once on the device of ``x``."""
-    return BLOCK_BYTES if on_cpu(x) else DEVICE_BYTES
-
-
 def channels_first(block: Tensor) -> Tensor:
     """(N, C, *spatial) as (C, N * pixels); a view if channels lie last in memory."""
     last = block.movedim(1, -1)
@@ -77,7 +56,7 @@ def channels_first(block: Tensor) -> Tensor:
 def blocks(x: Tensor, growth: float = 1.0) -> Iterator[Tensor]:
     """Runs of examples, to be multiplied; ``growth`` times their size is bounded."""
     size = growth * sum_dtype(x).itemsize * math.prod(x.shape[1:])
-    for block in torch.split(x, max(1, int(block_bytes(x) / size))):
+    for block in torch.split(x, max(1, int(tuning_of(x).block_bytes / size))):
         yield as_operand(block)
 
 

@@ -26,6 +26,7 @@ from natgrad_lab.errors import UserError
 from natgrad_lab.simulate import operations
 from natgrad_lab.simulate.modeltimes import in_own_process
 from natgrad_lab.simulate.operations import fit_curve, fit_positive
+from natgrad_lab.simulate.tuning import tune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,7 @@ def _calibrate(asked: Calibrate, device: str) -> HardwareProfile:
         crowding=_crowding(found),
         overlap=float(np.median([f["overlap"] for f in found])) if found else 1.0,
         collectives=tuple(c for f in found for c in _collectives(f)),
+        tuning=tune(device, short),
         models={
             name: in_own_process(name, asked.batch, device) for name in asked.models
         },

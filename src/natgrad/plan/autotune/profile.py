@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
+from natgrad.math.tuning import Tuning
 from natgrad.plan.cost import CostModel, Rates, rate_at
 from natgrad.plan.messages import WAYS, Way
 
@@ -148,6 +149,8 @@ class HardwareProfile:
             same cores do both.
         collectives: Measured exchanges between ranks of one node.
         models: Seconds of whole models by name; used in place of flops.
+        tuning: Where one way of computing overtakes another on this machine's devices;
+            None: as built in.
     """
 
     name: str
@@ -174,6 +177,7 @@ class HardwareProfile:
     overlap: float = 1.0
     collectives: tuple[Collective, ...] = ()
     models: Mapping[str, ModelTimes] = field(default_factory=dict[str, ModelTimes])
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         numbers = {f.name: getattr(self, f.name) for f in fields(self)}
