@@ -81,7 +81,7 @@ def require_unwatched(blocks: Sequence[Block]) -> None:
     if watched:
         raise RuntimeError(
             f"Layers {', '.join(watched)} are watched by another natgrad optimizer. "
-            "Must be by one at a time: close() the other first."
+            "A model has one natgrad optimizer at a time: close() the other first."
         )
 
 

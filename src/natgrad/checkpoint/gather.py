@@ -115,8 +115,8 @@ def warn_partial(comm: Communicator) -> bool:
     if comm.rank == 0:
         warnings.warn(
             f"This state_dict has rank 0's part of the natgrad state of {comm.world} "
-            "ranks, which only rank 0 of as many can load. If not every rank saves its "
-            "own, call gather() on every rank before.",
+            "ranks, which only rank 0 of the same number of ranks can load. Unless "
+            "every rank saves its own part, call gather() on every rank before saving.",
             stacklevel=4,
         )
     return True

@@ -84,7 +84,7 @@ class Asked:
     """Who averages gradients: the library, DDP, or fully_shard, which also cuts the
     model."""
     batch_per_rank: int = 32
-    """Examples a rank."""
+    """Examples per rank."""
 
 
 def require_world(*worlds: int) -> None:
