@@ -66,7 +66,7 @@ test-lab: $(STAMP) ## the tests of the lab, of faults and of integrations
 	$(PYTEST) tests/lab tests/faults tests/integrations
 
 test-gpu: $(STAMP) ## the tests that need CUDA, one worker; skipped where there is none
-	$(BIN)/python -m pytest -q -m gpu tests/library
+	$(BIN)/python -m pytest -q -m gpu tests/library tests/lab
 
 test-processes: $(STAMP) ## the tests that start processes, with torch.distributed's own checks
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(PYTEST) -m 'processes and not long'

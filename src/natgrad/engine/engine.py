@@ -152,6 +152,7 @@ class Engine(Machinery):
             captured=captured,
             digests=() if alone else self._replicas.digests(step, self.comm),
             facts=self.statistics.facts(),
+            counted=self.statistics.counted(),
         )
         if not alone:
             ddp = not self.own_gradients

@@ -97,6 +97,11 @@ class Averages:
         """Names of the due statistics that forwards and backwards are to give."""
         return [s.spec.name for s in self.due() if not s.spec.is_local]
 
+    def counted(self) -> dict[str, int]:
+        """Matrices of the due statistics that count the inputs of each, by name."""
+        due = [s.spec for s in self.due() if s.spec.counted]
+        return {s.name: s.stack // s.parts for s in due}
+
     def facts(self) -> Tensor | None:
         """What a budget's account has to tell the other ranks in this step."""
         return None if self.account is None else self.account.facts(self.like)
@@ -178,12 +183,30 @@ class Averages:
         mine = [s for s in usable if self.owns(s)]
         for s in mine:
             sums[s.spec.name].mul_(self._scale(s, verdict))
+            if s.spec.counted:
+                self._count_members(s, sums[s.spec.name], verdict)
         if self.changes is not None:
             self._note_changes(mine, sums, self.changes)
         self._average(mine, sums)
         for s in usable:
             s.estimated = True
         return usable
+
+    def _count_members(
+        self, s: StatisticState, flat: Tensor, verdict: "Verdict"
+    ) -> None:
+        """Let each matrix have its own average. See Note [Inputs of each matrix]."""
+        name, each = s.spec.name, flat.view(len(verdict.members[s.spec.name]), -1)
+        inputs = flat.new_tensor(verdict.members[name]).unsqueeze(1)
+        if s.spec.kind in POSITION_KINDS:
+            each.mul_(verdict.counts[name] / inputs.clamp_min(1))
+        if s.average is None:
+            return
+        old = s.average.view_as(each)
+        # what is averaged with weights ends as what it is, or as the first estimate is
+        begins = old.any(1, keepdim=True).logical_not_()
+        each.div_(torch.where(begins, self._weights(s)[1], 1.0))
+        each.copy_(torch.where(inputs > 0, each, old))
 
     def _estimate_local(
         self, due: list[StatisticState], gradients: Mapping[str, Tensor]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from natgrad.layers.block import NO_MODULE, Block, LayerKind, trainable
+from natgrad.layers.layout import statistics_of
 from natgrad.layers.matrices import Matrix
 from natgrad.layers.options import LayerOptions
 from natgrad.layers.table import kind_of, type_name, why_unknown
@@ -86,6 +87,7 @@ def _layers(
         child
         for parent in model.modules()
         if isinstance(parent, nn.MultiheadAttention)
+        and kind_of(parent, LayerOptions()) is None
         for child in parent.modules()
     }
     for name, module in model.named_modules():
@@ -102,6 +104,12 @@ def _layers(
 
 def _block(name: str, module: nn.Module, kind: LayerKind) -> Block:
     name = name or "model"
+    if kind.options.matrices and not (kind.matrices or kind.is_norm):
+        raise ValueError(
+            f"Invalid matrices={kind.options.matrices} of {name}, a "
+            f"{type(module).__name__}. Must be of linear layers: put others into a "
+            "parameter group without it."
+        )
     layout = kind.layout(module)
     owned = kind.weight(module), kind.bias(module)
     return Block(
@@ -110,7 +118,7 @@ def _block(name: str, module: nn.Module, kind: LayerKind) -> Block:
             stack=layout.stack,
             rows=layout.rows,
             cols=layout.cols,
-            statistics=layout.statistics(name, kind.options),
+            statistics=statistics_of(layout, name, kind.options),
         ),
         kind=kind,
         modules=[module],
@@ -179,7 +187,7 @@ def _matrix(name: str, p: nn.Parameter, options: LayerOptions) -> Block:
         stack=layout.stack,
         rows=layout.rows,
         cols=layout.cols,
-        statistics=layout.statistics(name, options),
+        statistics=statistics_of(layout, name, options),
     )
     return Block(spec=spec, kind=kind, parameters=(p,), is_factored=True)
 

@@ -75,6 +75,8 @@ def _layer_options(options: Options, parts: Parts, group: int) -> LayerOptions:
         largest_factor=options.largest_factor,
         plain=f"its group follows {rule.name}" if is_fallback(rule) else "",
         group=group,
+        matrices=parts.matrices,
+        gather_inputs=options.gather_inputs,
     )
 
 

@@ -309,12 +309,6 @@ spectral_norm = nn.utils.parametrizations.spectral_norm
 UNKNOWN: dict[str, tuple[Callable[[], nn.Module], int, str, str]] = {
     "lstm": (lambda: First(nn.LSTM(4, 4)), 4, "layer.weight_ih_l0", "LSTM is not"),
     "gru": (lambda: First(nn.GRU(4, 4)), 4, "layer.weight_hh_l0", "GRU is not a known"),
-    "attention": (
-        lambda: First(nn.MultiheadAttention(4, 2), 3),
-        4,
-        "layer.in_proj_weight",
-        "MultiheadAttention is not a known layer",
-    ),
     "transposed": (transposed, 10, "1.weight", "ConvTranspose1d is not a known layer"),
     "rms": (RMSNorm, 4, "weight", r"\w+\.RMSNorm is not a known layer"),
     "experts": (Experts, 4, "up", "Experts is not a known layer"),
