@@ -22,7 +22,8 @@ BATCHES = (16, 32, 64, 128, 256, 512)
 COUNT = 6
 """Matrices of one size in a batch."""
 PANELS = (0, 64, 128, 192, 256, 384)
-BLOCKS = tuple(2**20 * n for n in (1, 2, 4, 8, 16, 64, 256))
+BLOCKS = {"cpu": (1, 2, 4, 8, 16), "cuda": (16, 64, 256)}
+"""MiB: caches of a CPU, and memory that a GPU may spare."""
 BETTER = 0.95
 """Of the built-in choice's seconds: another one must take less than this share."""
 
@@ -32,11 +33,12 @@ Choice = TypeVar("Choice", bound=int)
 def tune(device: str, seconds: float) -> Tuning:
     """The tuning of this device, for one thread a process."""
     start = replace(CPU if device == CPU.device else PLAIN, device=device)
-    images = torch.randn(64, 32, 16, 16)
+    images = torch.randn(64, 32, 32, 32)  # whose patches have 72 MiB
     geometry = ConvGeometry(
         kernel=(3, 3), stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1)
     )
     rows, total = torch.randn(1, 768, 2048), torch.zeros(1, 768, 768)
+    blocks = [2**20 * mib for mib in BLOCKS[device]]
 
     def product(panel: int) -> Callable[[], Any]:
         tuning = replace(start, panel=panel)
@@ -50,7 +52,7 @@ def tune(device: str, seconds: float) -> Tuning:
         start,
         batched_up_to=batched_up_to(seconds),
         panel=fastest(PANELS, start.panel, product, seconds),
-        block_bytes=fastest(BLOCKS, start.block_bytes, moment, seconds),
+        block_bytes=fastest(blocks, start.block_bytes, moment, seconds),
         **rates(images, geometry, seconds),
     )
 
