@@ -22,7 +22,8 @@ function mark(table) {
   table.classList.add("of-sentences");
   for (const td of cells) {
     const name = names[td.cellIndex];
-    if (name) td.dataset.column = name;
+    if (!td.textContent.trim()) td.classList.add("blank");
+    else if (name) td.dataset.column = name;
   }
 }
 

@@ -122,18 +122,10 @@ def warn_partial(comm: Communicator) -> bool:
     return True
 
 
-def parts_kept(plan: Plan, statistic: str, rank: int) -> tuple[str, ...]:
-    """What of a statistic's saved tensors a rank goes on with: owners all of them."""
-    if plan.owners[statistic] == rank:
-        return ("average", "inverse", "history")
-    block = statistic.rpartition("/")[0]
-    return ("inverse",) if rank in plan.keepers(block) else ()
-
-
 def release(states: list[StatisticState], plan: Plan, rank: int) -> None:
     """Forget what a gather brought of statistics that this rank has no part in."""
     for s in states:
-        kept = parts_kept(plan, s.spec.name, rank)
+        kept = plan.parts_kept(s.spec.name, rank)
         if "average" not in kept:
             s.average, s.history = None, []
         if "inverse" not in kept:

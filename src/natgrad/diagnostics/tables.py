@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from natgrad.diagnostics.groups import group_rows, labelled
-from natgrad.factors.pace import described, rates, refresh_seconds
 from natgrad.layers import Block
+from natgrad.plan.pace import described, rates, refresh_seconds
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.rule import Rule
 

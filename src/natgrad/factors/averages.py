@@ -21,7 +21,6 @@ from torch import Tensor
 from natgrad.capture.forwards import POSITION_KINDS
 from natgrad.diagnostics.timer import Meter
 from natgrad.distributed.communicator import Communicator
-from natgrad.factors.pace import built_in_cost
 from natgrad.factors.refresh import Refresh
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
@@ -36,14 +35,15 @@ from natgrad.math.precision import rescaled
 from natgrad.math.rules import between
 from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.statistics import own_moment
-from natgrad.options import Options
 from natgrad.plan import Plan, StatisticSpec
+from natgrad.plan.pace import built_in_cost
 from natgrad.requiring import require_number
 from natgrad.rules.parts import Damping, Parts
 from natgrad.rules.rule import Rule
 
 if TYPE_CHECKING:
     from natgrad.engine.agreement import Verdict
+    from natgrad.options import Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Averages:
     def __init__(
         self,
         blocks: Iterable[Block],
-        options: Options,
+        options: "Options",
         parts: Mapping[str, Parts],
         *,
         plan: Plan,
@@ -75,7 +75,7 @@ class Averages:
     ) -> None:
         self.options, self.plan, self.comm, self.like = options, plan, comm, like
         self.block = {b.name: b for b in blocks}
-        self._parts, self._distinct = parts, list(dict.fromkeys(parts.values()))
+        self.parts, self._distinct = parts, list(dict.fromkeys(parts.values()))
         self.states = {
             s.name: StatisticState(spec=s)
             for b in self.block.values()
@@ -109,7 +109,7 @@ class Averages:
     def damping_of(self, block: Block) -> float:
         """Lambda of a block at this step."""
         ratio = self.options.norm_damping_ratio if block.is_norm else 1.0
-        return ratio * damping_at(self._parts[block.name].damping, self.step)
+        return ratio * damping_at(self.parts[block.name].damping, self.step)
 
     def factor_damping(self, s: StatisticState) -> float:
         """What is added to one factor, in the chosen damping style.
@@ -154,7 +154,7 @@ class Averages:
         return self.block[s.spec.block].rule
 
     def _refresh(self, s: StatisticState) -> Refresh:
-        return self._parts[s.spec.block].refresh
+        return self.parts[s.spec.block].refresh
 
     def form(self, s: StatisticState) -> str:
         """What is kept of it; see `natgrad.factors.statistics`."""

@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from natgrad.capture.unwrap import unwrap
 from natgrad.layers.matrices import Matrix
 from natgrad.layers.options import LayerOptions
 from natgrad.layers.table import kind_of
+from natgrad.layers.unwrap import unwrap
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.lengths import Free
 from natgrad.rules.motion import AverageGradients

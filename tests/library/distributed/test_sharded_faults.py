@@ -185,7 +185,7 @@ def disagree(rank: int, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["fully_shard", "parallel"])
 def test_ranks_that_disagree_say_so_and_may_go_on(kind: str) -> None:
-    first, second = run_world(2, disagree, kind)
+    first, second = run_world(2, disagree, kind, checked=False)
     assert first == second
     (kind, message), same, stood = first
     words = "lr of group 0: 0.05 on ranks [0], 0.01"
