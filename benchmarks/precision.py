@@ -58,11 +58,11 @@ def data() -> tuple[Batch, Batch]:
 def batches(train: Batch, steps: int, seed: int) -> Iterator[Batch]:
     """Epochs in random order."""
     generator = torch.Generator().manual_seed(seed)
-    for step in range(steps):
-        place = step % (TRAINED // BATCH)
-        if place == 0:
-            order = torch.randperm(TRAINED, generator=generator)
-        chosen = order[place * BATCH :][:BATCH]
+    each = TRAINED // BATCH
+    orders = [
+        torch.randperm(TRAINED, generator=generator) for _ in range(-(-steps // each))
+    ]
+    for chosen in list(torch.cat(orders).split(BATCH))[:steps]:
         yield train[0][chosen], train[1][chosen]
 
 
