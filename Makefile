@@ -41,7 +41,7 @@ $(ALONE)/.installed: pyproject.toml constraints.txt
 	$(ALONE)/bin/python -m pip install --quiet -c $(ALONE)/constraints.txt '$(TORCH)' -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## train on digits with SGD, KFAC, Polar and SPNGD, the last on two processes too
+demo: $(STAMP) ## train six optimizers on three small tasks, then one of them on two processes
 	$(BIN)/natgrad demo
 
 lint: $(STAMP)

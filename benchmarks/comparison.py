@@ -3,6 +3,8 @@
     python -m benchmarks.comparison methods  --runs runs/comparison
     python -m benchmarks.comparison papers   --runs runs/comparison
     python -m benchmarks.comparison schemes  --runs runs/comparison
+    python -m benchmarks.comparison claims   --runs runs/comparison
+    python -m benchmarks.comparison grid     --runs runs/comparison
 
 Each run is a ``natgrad train`` of its own, one thread, two at a time. A run that is
 done is not trained again and one that was interrupted is resumed, so the script can be
@@ -17,6 +19,8 @@ below them.
   sub-sampled statistics.
 - ``schemes``: parts of Osawa et al.'s training scheme on digits, three seeds: the two
   readings of running mixup, and the damping of batch norm (rho).
+- ``claims``: the papers' claims about whole trainings (`benchmarks.claims`), on digits,
+  three seeds; ``grid``: two forms of damping on a grid of settings, one seed.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.claims import CLAIMS, GRID
 from benchmarks.common import KEEP_MEMORY
 from natgrad_lab.data import load
 from natgrad_lab.errors import UserError
@@ -158,11 +163,12 @@ def scheme_jobs() -> Iterator[Job]:
 
 def paper_jobs(
     groups: dict[str, dict[str, tuple[str, ...]]] = PAPERS,
+    seeds: tuple[int, ...] = SEEDS,
 ) -> Iterator[Job]:
     """Every ablation with every seed."""
     for group, rows in groups.items():
         for row, command in rows.items():
-            for seed in SEEDS:
+            for seed in seeds:
                 slug = "-".join(command).replace("--", "").replace(".", "-")
                 yield Job(
                     group=group,
@@ -172,7 +178,13 @@ def paper_jobs(
                 )
 
 
-JOBS = {"methods": method_jobs, "papers": paper_jobs, "schemes": scheme_jobs}
+JOBS = {
+    "methods": method_jobs,
+    "papers": paper_jobs,
+    "schemes": scheme_jobs,
+    "claims": lambda: paper_jobs(CLAIMS),
+    "grid": lambda: paper_jobs(GRID, SEEDS[:1]),
+}
 
 
 def run(job: Job, folder: Path) -> None:
@@ -225,12 +237,14 @@ def method_table(jobs: Sequence[Job], folder: Path) -> Iterator[str]:
 def paper_table(jobs: Sequence[Job], folder: Path) -> Iterator[str]:
     """Means over seeds, with the range of the accuracies."""
     for group in dict.fromkeys(job.group for job in jobs):
-        yield f"\n### {group}\n\n| | best %, mean (least to most) | steps to 97% "
-        yield "| CPU ms a step | refreshed |\n|---|---|---|---|---|\n"
+        yield f"\n### {group}\n\n| | best %, mean (least to most) | last % "
+        yield "| steps to 97% | CPU ms a step | refreshed |\n"
+        yield "|---|---|---|---|---|---|\n"
         for row in dict.fromkeys(job.row for job in jobs if job.group == group):
             mine = [j for j in jobs if (j.group, j.row) == (group, row)]
             runs = [summarise(folder / job.name) for job in mine]
             best = [one.best or 0.0 for one in runs]
+            last = statistics.mean(one.last or 0.0 for one in runs)
             steps = [r.step for one in runs for r in one.reached.values() if r]
             missed = len(runs) - len(steps)
             took = f"{statistics.mean(steps):.0f}" if steps else "-"
@@ -239,7 +253,7 @@ def paper_table(jobs: Sequence[Job], folder: Path) -> Iterator[str]:
             share = f"{100 * statistics.mean(shares):.0f}%" if shares else ""
             mean = statistics.mean(_cpu_milliseconds(one) for one in runs)
             yield f"| {row} | {statistics.mean(best):.2f} ({min(best):.2f} to "
-            yield f"{max(best):.2f}) | {took} | {mean:.0f} | {share} |\n"
+            yield f"{max(best):.2f}) | {last:.2f} | {took} | {mean:.0f} | {share} |\n"
         yield from commands([job for job in jobs if job.group == group])
 
 

@@ -26,7 +26,8 @@ html_theme = "furo"
 html_title = f"natgrad {release}"
 
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]  # long names in cells break, so that tables fit
+html_css_files = ["tables.css"]  # tables fit narrow screens
+html_js_files = ["tables.js"]
 
 html_math_renderer = "mathml"
 

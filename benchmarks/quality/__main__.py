@@ -1,7 +1,7 @@
 """Train contenders to the end of their schedules and keep every run's record.
 
     python -m benchmarks.quality run language --steps 400 --batch 16
-    python -m benchmarks.quality report      # quality.md and quality.png
+    python -m benchmarks.quality report      # quality.md, quality.png, README's table
 
 Runs that are in the ledger already (benchmarks/results/quality.jsonl) are not run
 again, so that an interrupted command goes on where it was.
@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.quality import airbench, autoencoder, language
 from benchmarks.quality.contenders import CONTENDERS, Contender, make
+from benchmarks.quality.readme import README, replaced
 from benchmarks.quality.report import write
 
 LEDGER = Path(__file__).parents[1] / "results" / "quality.jsonl"
@@ -161,7 +162,10 @@ def main() -> None:
     if asked.command == "run":
         run(asked)
     else:
-        write(ledger(asked.out), asked.out.parent)
+        records = ledger(asked.out)
+        write(records, asked.out.parent)
+        if asked.out == LEDGER:
+            README.write_text(replaced(README.read_text(), records))
 
 
 if __name__ == "__main__":

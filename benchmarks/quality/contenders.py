@@ -45,6 +45,8 @@ class Contender:
             embeddings, which keep the factors of activations, and one for all else
             ("tables"), one for embeddings by the fallback ("embeddings"), or one in
             all.
+        vocabulary: no groups are given to `Polar`, and Adam's rate for a vocabulary is
+            this part of the learning rate.
     """
 
     rule: Rule | None
@@ -54,6 +56,7 @@ class Contender:
     momentum: float | None = None
     whole: Options | None = None
     split: bool | Literal["tables", "embeddings"] = False
+    vocabulary: float | None = None
 
 
 RATES = (0.02, 0.04, 0.08)
@@ -77,6 +80,35 @@ GRADIENTS = replace(
     WHOLE, rule=PMUON, damping=0.1, refresh=Every(1, 5), factor_decay=0.95
 )
 CONTENDERS: dict[str, Contender] = {
+    # natgrad.Polar(model, lr), as it is
+    "polar": Contender(rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, vocabulary=0.1),
+    **{
+        f"polar-vocabulary-{rate:g}": Contender(
+            rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, vocabulary=rate
+        )
+        for rate in (0.05, 0.1, 0.2)
+    },
+    "polar-nor": Contender(
+        rule=ACTIVATIONS,
+        lrs=RATES,
+        whole=replace(WHOLE, rule=replace(ACTIVATIONS, beta2=0.95)),
+        vocabulary=0.05,
+    ),
+    "polar-0.9": Contender(
+        rule=ACTIVATIONS,
+        lrs=RATES,
+        whole=replace(WHOLE, momentum=0.9),
+        vocabulary=0.05,
+    ),
+    "polar-soap-muon": Contender(
+        rule=SOAP,
+        lrs=RATES,
+        whole=replace(GRADIENTS, rule=replace(SOAP, orthogonal=True), damping=1e-8),
+        vocabulary=0.05,
+    ),
+    "polar-gradients": Contender(
+        rule=PMUON, lrs=RATES, whole=GRADIENTS, vocabulary=0.05
+    ),
     "adam": Contender(rule=None, lrs=(0.001, 0.002, 0.004)),
     "muon": Contender(rule=Orthogonal(sides="none"), lrs=RATES),
     "pmuon": Contender(rule=PMUON, lrs=RATES),
@@ -252,12 +284,18 @@ def make(
     if contender.whole is not None:
         options = contender.whole
         split: list[dict[str, Any]] | None = None
+        if contender.vocabulary is not None:
+            rule = Adam(rate=contender.vocabulary)
+            kind = type("Polar", (natgrad.Polar,), {"vocabulary": rule})
+            return kind(model, lr=lr, options=options)
         if contender.split == "tables":
             split = tables(model)
         elif contender.split == "embeddings":
             split = embeddings(model, options.fallback)
         elif contender.split:
             split = natgrad.groups(model, options.rule, rest=options.fallback)
+        else:
+            split = [{"params": list(model.named_parameters())}]
         return natgrad.Polar(model, split, lr=lr, options=options)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [(n, p) for n, p in named if is_hidden(n) and p.dim() > 1]

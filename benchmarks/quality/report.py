@@ -31,9 +31,19 @@ was cut. *Tuned* is the best of the rates that were tried, with the seed that ch
 *finals* are other seeds at that rate: mean, range and number. A difference between two
 single seeds is not a result. *Steps* is where the tuned run's own curve, looked at
 about twelve times, first reaches the tuned end of the best contender that is not ours.
-CPU seconds are of a busy machine. `whole-activations` is `natgrad.Polar(model, lr)`,
-one optimizer for all parameters; the other `whole` are variants of it.
+CPU seconds are of a busy machine. `polar` is `natgrad.Polar(model, lr)`, as it is, for
+all parameters; `whole-...` and `polar-...` are variants of it.
 """
+SAME = {
+    ("airbench", "whole-activations"): "polar",
+    ("autoencoder", "whole-activations"): "polar",
+    ("language", "polar-vocabulary-0.1"): "polar",
+}
+"""Runs of `Polar` before it gave a vocabulary a group, on networks that have none, and
+those that found the rate for one."""
+BY_BATCH = "airbench"
+TARGETS = (78.0, 80.0)
+"""Accuracies, in percent, of which the steps by batch are told."""
 
 
 def is_ours(name: str) -> bool:
@@ -46,7 +56,9 @@ def by_setting(records: Iterable[Record]) -> dict[Setting, dict[str, list[Record
     found: dict[Setting, dict[str, list[Record]]] = {}
     for r in records:
         setting = (r["protocol"], r["steps"], r["batch"])
-        found.setdefault(setting, {}).setdefault(r["contender"], []).append(r)
+        name = SAME.get((r["protocol"], r["contender"]), r["contender"])
+        runs = found.setdefault(setting, {}).setdefault(name, [])
+        runs.append({**r, "contender": name})
     return dict(sorted(found.items()))
 
 
@@ -142,10 +154,61 @@ def figure(settings: dict[Setting, dict[str, list[Record]]], path: Path) -> None
     plt.close(fig)
 
 
+def by_batch(settings: dict[Setting, dict[str, list[Record]]]) -> dict[str, Any]:
+    """Tuned runs of the speedrun by contender and batch, of those with several."""
+    found: dict[str, dict[int, Record]] = {}
+    for (protocol, _, batch), contenders in settings.items():
+        if protocol == BY_BATCH:
+            for name, runs in _chosen(contenders).items():
+                found.setdefault(name, {})[batch] = tuned(runs)
+    return {n: dict(sorted(runs.items())) for n, runs in found.items() if len(runs) > 1}
+
+
+def batch_section(found: dict[str, dict[int, Record]]) -> str:
+    """Accuracy at the end, and steps to common accuracies, by batch."""
+    batches = sorted({batch for runs in found.values() for batch in runs})
+    heads = ("contender", "", *(f"batch {batch:,}" for batch in batches))
+    rows: list[list[str]] = []
+    for name, runs in found.items():
+        ends = {b: f"{100 - r['value']:.1f} in {r['steps']}" for b, r in runs.items()}
+        rows.append([name, "%, in steps", *(ends.get(b, "-") for b in batches)])
+        for target in TARGETS:
+            steps = {b: reached(r, 100 - target) for b, r in runs.items()}
+            cells = [str(steps.get(b) or "-") for b in batches]
+            rows.append(["", f"steps to {target:g}%", *cells])
+    title = "## P1 by batch: epochs 8, 10 and 12 at batches 2,000, 5,000 and 10,000"
+    return f"{title}\n\n{markdown_table(heads, rows)}\n"
+
+
+def batch_figure(found: dict[str, dict[int, Record]], path: Path) -> None:
+    """What `batch_section` says, over the batch."""
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    for name, runs in found.items():
+        style = "o-" if is_ours(name) else "s--"
+        left.plot(list(runs), [100 - r["value"] for r in runs.values()], style)
+        steps = {b: reached(r, 100 - TARGETS[0]) for b, r in runs.items()}
+        known = {b: step for b, step in steps.items() if step}
+        right.plot(list(known), list(known.values()), style, label=name)
+    left.set_ylabel("test accuracy at the end, %")
+    right.set_ylabel(f"steps to {TARGETS[0]:g}%")
+    right.set_yscale("log")
+    for axis in (left, right):
+        axis.set_xscale("log")
+        axis.set_xlabel("batch")
+    right.legend()
+    fig.tight_layout()
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
 def write(records: list[Record], folder: Path) -> None:
     """quality.md and quality.png."""
     settings = by_setting(records)
     sections = [section(s, contenders) for s, contenders in settings.items()]
     picture = "![The tuned runs of the best contenders](quality.png)\n"
+    if batches := by_batch(settings):
+        shown = "![Accuracy and steps by batch](quality_batch.png)\n"
+        sections = [batch_section(batches), shown, *sections]
+        batch_figure(batches, folder / "quality_batch.png")
     (folder / "quality.md").write_text("\n".join([TEXT, picture, *sections]))
     figure(settings, folder / "quality.png")

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from natgrad import options as o
 from natgrad.capture.hooks import as_written
 from natgrad.capture.unwrap import unwrap
-from natgrad.checkpoint.optimizer_state import require_free, travel_with
+from natgrad.checkpoint.optimizer_state import Uncopied, require_free, travel_with
 from natgrad.engine.engine import Engine
 from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
@@ -116,6 +116,7 @@ class KFAC(Inspectable):
             # also inside a compiled optimizer.step
             handle = optimizer.register_step_pre_hook(as_written(self._before_step))
             self._handles = [handle, *travel_with(optimizer, self.engine)]
+            self._handles.append(Uncopied(optimizer))
         if optimizer is not None and self.engine.tuner is not None:
             handle = optimizer.register_step_post_hook(as_written(self._after_step))
             self._handles.append(handle)

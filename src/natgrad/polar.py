@@ -1,8 +1,11 @@
 """Polar: whitened, orthogonalised gradients at the norm of each layer's weight."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from torch import nn
 
 from natgrad.factors.refresh import Every, Paced
+from natgrad.layers.split import vocabulary_apart
 from natgrad.options import Options
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.lengths import LayerTrust
@@ -31,6 +34,11 @@ class Polar(SPNGD):
 
         optimizer = natgrad.Polar(model)  # lr=0.03
 
+    Given no groups, a vocabulary is a group of its own: embeddings, and linear layers
+    with as many outputs as an embedding has rows, follow ``Polar.vocabulary``, Adam's
+    rule with a tenth of the learning rate. One group for all parameters
+    (``[{"params": model.named_parameters()}]``) has the rule above for them too.
+
     It is `SPNGD` with other options, ``Polar.defaults``, and takes the same arguments.
     """
 
@@ -51,3 +59,9 @@ class Polar(SPNGD):
         strategy="spngd",
     )
     """The options that hold unless others are given."""
+
+    vocabulary: ClassVar[Adam] = Adam(rate=0.1)
+    """The rule of embeddings and of the head that they share their size with."""
+
+    def _usual_groups(self, model: nn.Module, options: Options) -> list[dict[str, Any]]:
+        return vocabulary_apart(model, self.vocabulary)

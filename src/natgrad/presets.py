@@ -65,7 +65,7 @@ def _interval(
 
 
 class Muon(_Preset):
-    """Muon (Jordan et al. 2024), and AdamW for what is no hidden matrix.
+    """Muon (Jordan et al. 2024); AdamW for all but hidden matrices.
 
     For a matrix ``(m, n)``, M the running average of its gradient::
 

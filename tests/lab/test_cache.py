@@ -174,7 +174,9 @@ def test_another_version_is_refused(root: Path, tmp_path: Path) -> None:
 def test_a_flipped_bit_is_found(root: Path, tmp_path: Path) -> None:
     written(root, tmp_path)
     cache = open_cache(tmp_path)
-    assert not list(damaged(cache))
+    told: list[tuple[str, int, int]] = []
+    assert not list(damaged(cache, progress=lambda *seen: told.append(seen)))
+    assert told == [("train", 10, 10), ("val", 4, 4)]
     path = tmp_path / "train-00001.tar"
     content = bytearray(path.read_bytes())
     content[512 + 300] ^= 1
@@ -228,6 +230,8 @@ def test_the_command_says_the_size_first(
     assert "kB an image" in said[-1]
     assert main([*asked, "--check"]) == 0
     assert main([*asked, "--side", "4"]) == 2
+    assert main([*asked, "--workers", "-1"]) == 2
+    assert "Invalid workers=-1. Must be >= 1." in capsys.readouterr().err
 
 
 def test_a_process_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

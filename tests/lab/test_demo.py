@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from natgrad_lab.cli import main
+from natgrad_lab.console import Console, fitted
 from natgrad_lab.demo.race import CONTENDERS, Race
-from natgrad_lab.demo.report import best_rival, sentences
+from natgrad_lab.demo.report import best_rival, sentences, table_of
 from natgrad_lab.demo.sweep import best_rate, records
 from natgrad_lab.demo.tasks import TASKS
 
@@ -21,7 +22,8 @@ def test_the_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert "Warning" not in errors
     for name in (*TASKS, *CONTENDERS):
         assert name in printed
-    assert re.search(r"autoencoder: .* ends? ", printed)
+    assert [x for x in printed.splitlines() if len(x) > 80 and str(out) not in x] == []
+    assert re.search(r"On the task autoencoder, .*\sends at ", printed, re.S)
     assert (out / "demo.png").is_file()
     assert (out / "digits-spngd-2" / "metrics.jsonl").is_file()
 
@@ -42,9 +44,19 @@ def test_what_is_said_is_judged_by_the_best_rival_s_end() -> None:
     ahead, behind = raced("Polar", 2.0, 0.9, 0.8), raced("Polar", 3.0, 2.0, 1.2)
     assert best_rival([*rivals, ahead]).contender == "SGD"
     (said,) = sentences({"digits": [*rivals, ahead]})
-    assert "Polar has what SGD ends with after 2 of 3 steps" in said
+    assert "Polar reaches the final loss of SGD, 1, after 2 of 3 steps" in said
     (said,) = sentences({"digits": [*rivals, behind]})
-    assert "ends behind it at 1.2" in said
+    assert "Polar ends at 1.2, behind SGD at 1." in said
+
+
+def test_the_table_fits_80_columns_and_marks_the_best_rival() -> None:
+    rivals = [raced("SGD", 3.0, 2.0, 1.0), raced("AdamW", 3.0, 2.0, 1.5)]
+    races = [*rivals, *(raced(name, 2.0, 0.9, 1e-4) for name in [*CONTENDERS][2:])]
+    console = Console(width=80, record=True)
+    table = table_of(dict.fromkeys(TASKS, races))
+    assert fitted(table, 80) == [table]
+    console.print(table)
+    assert len(re.findall(r"Muon \*", console.export_text())) == len(TASKS)
 
 
 def test_every_rate_is_the_best_of_a_sweep() -> None:

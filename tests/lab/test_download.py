@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from natgrad_lab.data import SOURCES, DataError, RemoteFile, archive, command, get
+from natgrad_lab.data.follow import Lines
 
 CONTENT = bytes(range(256)) * 4000
 
@@ -122,7 +123,7 @@ def test_without_a_terminal_there_are_plain_lines(server, tmp_path, monkeypatch)
 
 def test_lines_come_at_every_tenth_or_after_ten_seconds(capsys):
     now = 0.0
-    follow = command.Lines(clock=lambda: now)
+    follow = Lines(clock=lambda: now)
     for done in range(0, 1001, 10):
         follow("big", done * 10**6, 1000 * 10**6)
     assert len(capsys.readouterr().err.splitlines()) == 11
@@ -132,6 +133,19 @@ def test_lines_come_at_every_tenth_or_after_ten_seconds(capsys):
         follow("slow", second, 10**9)
     written = capsys.readouterr().err.splitlines()
     assert written == ["slow: 0.0 of 1000.0 MB (0 %)"] * 5
+
+
+def test_images_that_are_read_soon_are_not_told(capsys):
+    now = 0.0
+    follow = Lines("images", clock=lambda: now)
+    for second in range(5):
+        now = float(second)
+        follow("mean image", 1000 * second, 4000)
+    assert capsys.readouterr().err.splitlines() == [
+        "mean image: 2,000 of 4,000 images (50 %)",
+        "mean image: 3,000 of 4,000 images (75 %)",
+        "mean image: 4,000 of 4,000 images (100 %)",
+    ]
 
 
 def test_a_file_that_is_there_is_not_asked_for(server, tmp_path):

@@ -384,14 +384,14 @@ def test_ranks_share_the_reading_for_the_mean(root: Path) -> None:
     assert isinstance(loaded.train, ImageSplit)
     images = loaded.train.fetch(torch.arange(6))[0].double()
     (root / "imagenet" / kept.name).unlink()
-    told: list[tuple[int, int]] = []
+    told: list[tuple[str, int, int]] = []
     shared = data.load(
         "imagenet",
         root,
         ranks=Two(images[1::2].sum(0)),
         progress=lambda *done: told.append(done),
     )
-    assert told == [(3, 3)]
+    assert told == [("mean image", 3, 3)]
     assert shared.mean is not None
     torch.testing.assert_close(shared.mean, images.mean(0)[:, :224, :224].float())
     torch.testing.assert_close(shared.mean, loaded.mean)

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 from tests.support.pages import DOCS, PAGES, ROOT, prose, relative
 
+COUNTED = "one|number|block|lambda|weight|elements|examples|images|item|label"
+PER = (
+    "layer|factor|image|row|worker|bucket|rank|node|example|tensor|forward|matrix|step"
+)
 RIDDLES = {
     "anew": "again, from the start",
     "alike": "equally, the same",
@@ -37,6 +41,11 @@ RIDDLES = {
     "nought": "zero",
     "as in the papers": "what was run",
     "the papers' settings": "what was run",
+    "(?:is|are) no matri(?:x|ces)": "is not a matrix",
+    "(?:by|keeps?) (?:its|their) own books": "by its own count",
+    "own business": "private, may change",
+    # "one a layer", "a number a row"
+    rf"(?:{COUNTED}) an? (?:{PER})": "one per layer",
 }
 """A pattern, and what to say instead."""
 
@@ -86,6 +95,7 @@ def test_riddles_are_found() -> None:
         "are dear",
         "fall silent",
     ]
+    assert riddles("It has one owner, and one a layer.") == ["one a layer"]
     assert riddles("`anew` is a name; nothing else is renewed.") == []
     assert len(SOURCES) > 150
 

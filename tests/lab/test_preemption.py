@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tests.support.world import run_world
 
 from natgrad_lab.recipes import find
 from natgrad_lab.train import run as runs
+from natgrad_lab.train.checkpoint import Checkpoints
 from natgrad_lab.train.config import ModelConfig, TrainConfig
 from natgrad_lab.train.loop import Trainer
 from natgrad_lab.train.processes import World
@@ -105,6 +108,7 @@ def test_a_recipe_of_each_paper_resumes_exactly(root: Path, tmp_path: Path) -> N
 
 
 WORDS = {
+    "steps": STEPS,
     "batch": 8,
     "micro-batch": 2,
     "log-every": 1,
@@ -114,40 +118,82 @@ WORDS = {
     "model.name": "resnet8",
     "model.width": 4,
     "data.name": "imagenet",
-    "data.size": 32,
     "data.workers": 1,
 }
 
 
-def torchrun(*words: str) -> subprocess.Popen[str]:
+@contextmanager
+def torchrun(*words: str) -> Generator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "--monitor-interval", "0.1"]
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*command, "-m", "natgrad_lab", "train", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment(),
-    )
+    ) as process:
+        yield process
+
+
+def run_to_its_end(*words: str) -> None:
+    with torchrun(*words) as process:
+        printed, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, printed
+
+
+def stop_in_its_midst(out: Path, *words: str) -> None:
+    """A scheduler signals the launcher, which passes it on."""
+    with torchrun(*words, f"--out={out}") as process:
+        while process.poll() is None and not (out / "metrics.jsonl").is_file():
+            time.sleep(0.02)
+        while process.poll() is None and not losses(out):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=240)
+    ending = read_metrics(out / "metrics.jsonl")[-1]
+    assert (ending["kind"], ending["reason"]) == ("end", "interrupted"), printed
+    assert 0 < ending["step"] < STEPS
+
+
+def words_for(recipe: str, root: Path, size: int) -> list[str]:
+    chosen = {**WORDS, "data.root": root, "data.size": size}
+    return [recipe, *(f"--{name}={value}" for name, value in chosen.items())]
 
 
 def test_torchrun_passes_sigterm_on_and_the_run_resumes(
     root: Path, tmp_path: Path
 ) -> None:
-    """A scheduler signals the launcher; what it saved goes on when started again."""
-    out, steps = tmp_path / "run", 40
-    words = [f"--{name}={value}" for name, value in WORDS.items()]
-    words += [f"--data.root={root}", f"--steps={steps}"]
-    with torchrun("osawa2020-4k", *words, f"--out={out}") as process:
-        while not (out / "metrics.jsonl").is_file() and process.poll() is None:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        printed, _ = process.communicate(timeout=120)
-    ending = read_metrics(out / "metrics.jsonl")[-1]
-    assert (ending["kind"], ending["reason"]) == ("end", "interrupted"), printed
-    assert 0 < ending["step"] < steps
-    with torchrun("--resume", str(out)) as process:
-        printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, printed
-    seen = losses(out)
-    assert list(seen) == list(range(1, steps + 1))
+    out = tmp_path / "run"
+    stop_in_its_midst(out, *words_for("osawa2020-4k", root, 32))
+    run_to_its_end("--resume", str(out))
+    assert list(losses(out)) == list(range(1, STEPS + 1))
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of ImageNet's sizes."""
+    folder = tmp_path_factory.mktemp("photographs")
+    write_imagenet(folder, train=12, val=2)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_resumes_exactly_under_torchrun(
+    recipe: str, photographs: Path, tmp_path: Path
+) -> None:
+    """Images of 224 pixels, cut from photographs as the recipe cuts them."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    words = words_for(recipe, photographs, 224)
+    run_to_its_end(*words, f"--out={whole}")
+    stop_in_its_midst(cut, *words)
+    run_to_its_end("--resume", str(cut))
+    assert losses(cut) == losses(whole)
+    assert len(losses(whole)) == STEPS
+    states = [
+        Checkpoints(out / "checkpoints", World()).load()[0] for out in (cut, whole)
+    ]
+    assert states[0]["step"] == STEPS
+    for name, tensor in states[1]["model"].items():
+        assert torch.equal(states[0]["model"][name], tensor), name

@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from benchmarks.quality.report import by_setting, finals, reached, section, tuned
+from benchmarks.quality import readme
+from benchmarks.quality.__main__ import LEDGER, ledger
+from benchmarks.quality.report import (
+    batch_section,
+    by_batch,
+    by_setting,
+    finals,
+    reached,
+    section,
+    tuned,
+)
 
 
 def run(contender: str, lr: float, seed: int, ends: list[float], **more: Any) -> Any:
@@ -34,8 +44,8 @@ def test_steps_are_those_to_the_end_of_the_best_rival() -> None:
     ((setting, contenders),) = by_setting(RUNS).items()
     table = [line.split("|") for line in section(setting, contenders).splitlines()]
     cells = {row[1].strip(): [c.strip() for c in row[2:-1]] for row in table[4:]}
-    assert list(cells) == ["whole-activations", "muon"]
-    assert cells["whole-activations"] == ["1.200", "0.3 of 0.3", "-", "20", "1"]
+    assert list(cells) == ["polar", "muon"]
+    assert cells["polar"] == ["1.200", "0.3 of 0.3", "-", "20", "1"]
     assert cells["muon"][2] == "1.500 (1.000 to 2.000), n = 2"
 
 
@@ -43,3 +53,52 @@ def test_the_speedrun_is_shown_as_accuracy() -> None:
     one = [run("muon", 0.1, 1, [60.0, 40.0, 20.0], protocol="airbench")]
     ((setting, contenders),) = by_setting(one).items()
     assert "| 80.0" in section(setting, contenders)
+
+
+def test_the_speedrun_is_told_by_batch() -> None:
+    runs = [
+        run("muon", 0.1, 1, [40.0, 21.0, 15.0], protocol="airbench", batch=2),
+        run("muon", 0.1, 1, [60.0, 40.0, 23.0], protocol="airbench", batch=8),
+        run("polar", 0.1, 1, [60.0, 40.0, 20.0], protocol="airbench", batch=8),
+    ]
+    found = by_batch(by_setting(runs))
+    assert list(found) == ["muon"]  # the other has one batch
+    rows = [line.split("|")[2:-1] for line in batch_section(found).splitlines()[2:]]
+    told = [[cell.strip() for cell in row] for row in rows]
+    assert told[2] == ["%, in steps", "85.0 in 30", "77.0 in 30"]
+    assert told[3] == ["steps to 78%", "20", "-"]
+
+
+def final(contender: str, lr: float, *values: float, seeds: int = 2) -> list[Any]:
+    """Runs of the first row of README, with seeds from ``seeds`` on."""
+    protocol, steps, batch = next(iter(readme.SHOWN))
+    more = {"protocol": protocol, "steps": steps, "batch": batch}
+    return [
+        run(contender, lr, seed, [value], **more)
+        for seed, value in enumerate(values, seeds)
+    ]
+
+
+def test_readme_takes_the_rate_with_most_seeds_but_not_the_one_that_chose_it() -> None:
+    chosen = final("muon", 0.2, 9.0, seeds=1)
+    assert readme.ends(chosen) == [9.0]
+    chosen += final("muon", 0.1, 20.0) + final("muon-0.8", 0.2, 40.0, 30.0)
+    assert readme.ends(chosen) == [30.0, 40.0]
+    assert readme.ends([]) == []
+
+
+def test_readme_marks_the_best_and_all_whose_ranges_overlap_with_it() -> None:
+    records = final("muon", 0.2, 20.0, 30.0) + final("pmuon", 0.2, 26.0, 28.0)
+    records += final("whole-activations", 0.2, 19.0, 24.0)
+    for setting in [*readme.SHOWN][1:]:
+        keys = dict(zip(("protocol", "steps", "batch"), setting, strict=True))
+        records.append(run("muon", 0.1, 1, [1.0], **keys))
+    row = [c.strip() for c in readme.table(records).splitlines()[2].split("|")[3:-1]]
+    assert row == ["**78.5** (2)", "**75.0** (2)", "-", "73.0 (2)", "-", "-"]
+
+
+def test_the_table_of_readme_is_that_of_the_ledger() -> None:
+    """If it is not: python -m benchmarks.quality report."""
+    text = readme.README.read_text()
+    assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+    assert readme.replaced(text, ledger(LEDGER)) == text

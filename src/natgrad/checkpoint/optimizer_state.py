@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from natgrad.engine.engine import Engine
 
 Check = Callable[[Mapping[str, Any]], None]
+_COPIER = "__reduce_ex__"
+"""What `copy` and `pickle` ask an object for, before its class."""
 _PASSENGERS: WeakKeyDictionary[Optimizer, "ref[Engine]"] = WeakKeyDictionary()
 
 
@@ -36,6 +38,37 @@ def require_free(optimizer: Optimizer | None) -> None:
 def _open(engine: "ref[Engine] | None") -> bool:
     found = None if engine is None else engine()
     return found is not None and not found.closed
+
+
+def refuse_copy(what: str) -> NoReturn:
+    """Raise: a copy would have no hooks, and would train by another rule or fail."""
+    raise TypeError(
+        f"{what} cannot be copied or pickled: it works through hooks on its model. "
+        "Copy the model and state_dict() instead, make a new one for the copy, and "
+        "load the state into it."
+    )
+
+
+class Uncopied:
+    """Until removed, copying or pickling an optimizer that carries natgrad is an error.
+
+    torch copies an optimizer without its hooks: the copy would train without natgrad.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = ref(optimizer)
+        what = f"This {type(optimizer).__name__}, which carries a natgrad.KFAC,"
+
+        def refuse(protocol: object) -> NoReturn:
+            refuse_copy(what)
+
+        optimizer.__dict__[_COPIER] = refuse
+
+    def remove(self) -> None:
+        """It can be copied again."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.__dict__.pop(_COPIER, None)
 
 
 def travel_with(

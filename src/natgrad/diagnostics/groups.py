@@ -17,7 +17,7 @@ from natgrad.rules.rule import Matrices, Rule
 
 HEADER = (
     *("group", "rule", "blocks", "matrices", "factors", "owners", "workers"),
-    *("flops a step", "s to refresh", "bytes moved"),
+    *("flops a step", "s to invert", "bytes sent"),
 )
 Labelled = tuple[str, Block]
 """A block with the name, or number, of its parameter group."""
@@ -64,19 +64,15 @@ def short(rule: Rule) -> str:
 
 
 def _matrices(blocks: Sequence[Block]) -> str:
-    """How many blocks are one matrix, and how many are many, with all of these."""
-    layers = [b for b in blocks if b.kind is not None]
-    many = [b.spec.stack for b in layers if b.spec.stack > 1]
-    single = len(layers) - len(many)
-    parts = [f"{single} of one"] * bool(single)
-    parts += [f"{len(many)} of many ({sum(many)})"] * bool(many)
-    return ", ".join(parts) or "none"
+    """How many matrices the blocks of layers have: one each, or a stack of them."""
+    count = sum(b.spec.stack for b in blocks if b.kind is not None)
+    return str(count) if count else "-"
 
 
 def _cost(blocks: Sequence[Block], plan: Plan, cost: CostModel) -> tuple[str, ...]:
     """Factors, owners, workers, flops and seconds."""
     specs = [s for b in blocks for s in b.spec.statistics]
-    kinds = ", ".join(dict.fromkeys(s.kind for s in specs)) or "none"
+    kinds = ", ".join(dict.fromkeys(s.kind for s in specs)) or "-"
     owners = sorted({plan.owners[s.name] for s in specs})
     workers = sorted({rank for b in blocks for rank in plan.workers[b.name]})
     counted = [flops_of(b.rule, b.spec) for b in blocks]

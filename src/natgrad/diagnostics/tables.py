@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from natgrad.factors.statistics import Statistics
 
 HEADER = ("parameter", "block", "statistics", "bytes", "note")
-UNSEEN = "used without statistics: no forward and backward of it as a layer was seen"
-
+UNSEEN = "used without statistics: its layer was not called in a forward and backward"
+LEGEND = (
+    "By parameter group: flops of the rule in every step, expected seconds to invert\n"
+    "all factors once, bytes sent in a step that refreshes everything."
+)
 
 Group = Mapping[str, Any]
 
 
 def registration_table(
-    model: nn.Module, statistics: "Statistics", fallback: Rule, groups: Sequence[Group]
+    model: nn.Module, statistics: "Statistics", groups: Sequence[Group]
 ) -> str:
     """Every parameter: its block kind, factor sizes and bytes, or why it has none.
 
@@ -35,7 +38,7 @@ def registration_table(
     block_of = {id(p): b for b in statistics.block.values() for p in b.parameters}
     named = list(model.named_parameters())
     rows = [_row(statistics, name, p, block_of.get(id(p))) for name, p in named]
-    summary = _summary(statistics, fallback, named)
+    summary = _summary(statistics, named)
     by_group = _groups(statistics, groups)
     return "\n".join([_table([HEADER, *rows]), *summary, "", by_group])
 
@@ -44,11 +47,12 @@ def _groups(statistics: "Statistics", groups: Sequence[Group]) -> str:
     """Of each parameter group: matrices, rule, factors, owners and cost."""
     blocks = labelled(statistics.block.values(), groups)
     itemsize = statistics.like.element_size()
-    return _table(group_rows(blocks, statistics.plan, statistics.cost, itemsize))
+    rows = group_rows(blocks, statistics.plan, statistics.cost, itemsize)
+    return f"{LEGEND}\n{_table(rows)}"
 
 
 def _summary(
-    statistics: "Statistics", fallback: Rule, named: list[tuple[str, nn.Parameter]]
+    statistics: "Statistics", named: list[tuple[str, nn.Parameter]]
 ) -> list[str]:
     """How many parameters are preconditioned, and what becomes of the others."""
     here = {id(p) for _, p in named if p.requires_grad}
@@ -58,15 +62,16 @@ def _summary(
     rest = [b for b in current if b.kind is None and not b.is_foreign]
     total = sum(p.numel() for _, p in named if p.requires_grad)
     frozen = sum(p.numel() for _, p in named) - total
-    covered, others = _elements(works, here), _elements(rest, here)
+    covered = _elements(works, here)
     packed = sum(s.spec.packed for s in statistics.states.values())
     kept = _bytes(packed * statistics.like.element_size())
     lines = [
         f"{len(works)} blocks, {covered:,} of {total:,} trained parameters "
         f"preconditioned, {kept} of statistics."
     ]
-    if others:
-        lines.append(f"{others:,} parameters without a block {_fallback(fallback)}.")
+    for rule in dict.fromkeys(b.rule for b in rest):
+        count = _elements([b for b in rest if b.rule == rule], here)
+        lines.append(f"{count:,} parameters without a block {_fallback(rule)}.")
     if frozen:
         lines.append(f"{frozen:,} parameters are frozen.")
     gone = [b.name for b in blocks if b.kind is not None and b not in current]
@@ -101,7 +106,7 @@ def _expected(statistics: "Statistics") -> str:
     seconds = refresh_seconds(plan.statistics, plan.owners, statistics.cost)
     slowest = max(plan.statistics, key=statistics.cost.invert)
     return (
-        f"Inverting all of them is expected to take {seconds:.2g} s, "
+        f"Inverting all statistics once is expected to take {seconds:.2g} s, "
         f"{statistics.cost.invert(slowest):.2g} s of it for {slowest.name} "
         f"(built-in rates {rates(statistics.like.device)})."
     )

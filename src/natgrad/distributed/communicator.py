@@ -150,7 +150,7 @@ class Communicator:
                 keys.add((SWAP, self._everyone))
                 continue
             legs = (Leg(exchange=name, names=tuple(i.name for i in exchange.items)),)
-            # one item a bucket has all the groups that more of them have
+            # one item per bucket has all the groups that more of them have
             wiring = replace(self.wiring(torch.float32), bucket_bytes=1)
             first, second = departures(self.plan, legs, wiring)
             for departure in first + second:

@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from natgrad.checkpoint.optimizer_state import refuse_copy
 from natgrad.diagnostics.probe import Probe
 from natgrad.diagnostics.tables import refresh_summary, registration_table
 from natgrad.engine.engine import Engine
@@ -27,8 +28,7 @@ class Inspectable:
         """A table of every parameter: its block, or why it is left out."""
         engine = self.engine
         groups = [] if engine.optimizer is None else engine.optimizer.param_groups
-        fallback = engine.options.fallback
-        return registration_table(engine.model, engine.statistics, fallback, groups)
+        return registration_table(engine.model, engine.statistics, groups)
 
     def __str__(self) -> str:
         return self.report()
@@ -204,6 +204,9 @@ class Inspectable:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict` of the same model and options."""
         self.engine.load_state_dict(state)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_copy(type(self).__name__)
 
     def close(self) -> None:
         """Remove every hook."""

@@ -31,7 +31,7 @@ class Norm(LayerKind):
 
     def refuse(self, module: nn.Module) -> str:
         if self.options.norm == "skip":
-            return "norm='skip'"
+            return "normalisation layers are left out (norm='skip')"
         return ""
 
     def layout(self, module: nn.Module) -> Layout:

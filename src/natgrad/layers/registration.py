@@ -125,8 +125,9 @@ def warn_silent(blocks: list[Block], fired: set[str], options: Options) -> None:
     if options.fisher == "sampled":
         remedy += ", and sampled_backward(outputs) before loss.backward()"
     warnings.warn(
-        f"natgrad saw no forward and backward of {', '.join(silent)}: gradients are "
-        f"used without their statistics until it does. {remedy}?",
+        f"natgrad saw no forward and backward of {', '.join(silent)}: their gradients "
+        "are used without statistics until it sees one. Layers must be called as "
+        f"modules. {remedy}?",
         stacklevel=5,
     )
 

@@ -13,13 +13,14 @@ from natgrad.rules.motion import AverageGradients
 from natgrad.rules.rule import Rule
 
 HIDDEN, CONVOLUTIONS, EMBEDDINGS = "hidden", "convolutions", "embeddings"
-HEAD, REST = "head", "rest"
+HEAD, REST, VOCABULARY = "head", "rest", "vocabulary"
 NAMES = (HIDDEN, CONVOLUTIONS, EMBEDDINGS, HEAD, REST)
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_LAYERS = (nn.Linear, *_CONVOLUTIONS)
 
 Named = str | nn.Module | Collection[str | nn.Module]
 """Names of parameters or modules, or modules themselves: one, or several."""
@@ -75,13 +76,7 @@ def groups(
     plain, _ = unwrap(model)
     alone = rule is not None and (rule.source == "gradients" or rule.sides == "none")
     kind = _kinds(plain, biases=not alone)
-    others: dict[str, Any] = {
-        "rule": rest or Adam(),
-        "length": Free(),
-        "average": AverageGradients(),
-        "momentum": 0.9,
-        "weight_decay": 0.0,
-    }
+    others = _as_adam(rest or Adam())
     found = GroupList()
     for name in NAMES:
         named = [(n, p) for n, p in plain.named_parameters() if kind[id(p)] == name]
@@ -90,6 +85,38 @@ def groups(
         if named:
             found.append({"name": name, "params": named, **parts})
     return found
+
+
+def vocabulary_apart(model: nn.Module, rule: Rule) -> GroupList:
+    """All parameters by the optimizer's rule, but a vocabulary by ``rule``.
+
+    A vocabulary is the embeddings, and the linear layers with as many outputs as an
+    embedding has rows. A model that has none, or no other linear layer or convolution,
+    has a single group.
+    """
+    tables = [m for m in model.modules() if isinstance(m, _EMBEDDINGS)]
+    sizes = {m.num_embeddings for m in tables}
+    layers = [m for m in model.modules() if isinstance(m, _LAYERS)]
+    heads = [m for m in layers if getattr(m, "out_features", None) in sizes]
+    own = {id(p) for m in (*tables, *heads) for p in m.parameters()}
+    if not own or all(id(m.weight) in own for m in layers):
+        return GroupList([{"params": list(model.named_parameters())}])
+    named: dict[bool, list[Any]] = {True: [], False: []}
+    for name, p in model.named_parameters():
+        named[id(p) in own].append((name, p))
+    words = {"name": VOCABULARY, "params": named[True], **_as_adam(rule)}
+    return GroupList([{"params": named[False]}, words])
+
+
+def _as_adam(rule: Rule) -> dict[str, Any]:
+    """What groups that follow Adam's rule have besides it."""
+    return {
+        "rule": rule,
+        "length": Free(),
+        "average": AverageGradients(),
+        "momentum": 0.9,
+        "weight_decay": 0.0,
+    }
 
 
 def _kinds(model: nn.Module, *, biases: bool) -> dict[int, str]:

@@ -92,7 +92,7 @@ class Bucket:
 
 
 def bucket_limit(exchange: Exchange, names: Iterable[str], most: int) -> int:
-    """Elements a bucket of these items may have, if ``most`` is what the user allows.
+    """Elements per bucket of these items may have, if ``most`` is what the user allows.
 
     A small model's items would all fit in one bucket, which leaves when the backward
     is over: an exchange has at least `BUCKETS` of them unless they would be tiny.

@@ -28,5 +28,5 @@ def nodes_of(hosts: Sequence[str], wanted: bool | str) -> tuple[Ranks, ...]:
 
 
 def rails_of(nodes: Sequence[Ranks]) -> list[Ranks]:
-    """For each place in a node, the ranks that have it, one a node."""
+    """For each place in a node, the ranks that have it, one per node."""
     return [tuple(sorted(ranks)) for ranks in zip(*nodes, strict=True)]

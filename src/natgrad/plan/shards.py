@@ -173,7 +173,7 @@ class Crate:
 def make_crates(
     exchange: Exchange, names: Iterable[str], limit: int
 ) -> tuple[Crate, ...]:
-    """The named items in order, in all-to-alls of at most ``limit`` elements a rank.
+    """The named items in order, in all-to-alls of at most ``limit`` elements per rank.
 
     Or of one item. The ranks together may send that much for each of them.
     """

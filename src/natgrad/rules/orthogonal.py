@@ -75,7 +75,7 @@ class Orthogonal(Rule):
         return usual if self.power in (None, {"root": 0.5}.get(usual, 1.0)) else "power"
 
     def moment_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int] | None:
-        """One number a row, for NorMuon."""
+        """One number per row, for NorMuon."""
         return None if self.beta2 is None else (*shape[:2], 1)
 
     def apply(self, x: Matrices) -> Tensor:

@@ -197,3 +197,64 @@ def test_lengths_of_groups_do_not_mix() -> None:
     optimizer.step()
     moved = (model[0].weight - before).norm()
     torch.testing.assert_close(moved, 0.1 * before.norm())
+
+
+class Words(nn.Module):
+    """Tokens to the logits of tokens, with a hidden layer or without."""
+
+    def __init__(self, hidden: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.hidden = nn.Linear(6, 6) if hidden else nn.Tanh()
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.hidden(self.embedding(tokens)).tanh())
+
+
+def _groups_of(optimizer: SPNGD) -> list[set[str]]:
+    return [set(group["param_names"]) for group in optimizer.param_groups]
+
+
+def test_polar_gives_a_vocabulary_a_group_of_its_own() -> None:
+    words = {"embedding.weight", "head.weight", "head.bias"}
+    optimizer = natgrad.Polar(Words())
+    assert _groups_of(optimizer) == [{"hidden.weight", "hidden.bias"}, words]
+    assert optimizer.param_groups[1]["rule"]["rate"] == natgrad.Polar.vocabulary.rate
+    told = f"{66 + 77} parameters without a block follow Adam's rule, at "
+    assert told + f"{natgrad.Polar.vocabulary.rate:g} of" in str(optimizer)
+
+
+def test_polar_without_a_vocabulary_or_without_hidden_layers_has_one_group() -> None:
+    for model in (net(), Words(hidden=False)):
+        assert len(_groups_of(natgrad.Polar(model))) == 1
+
+
+def test_polar_trains_a_vocabulary_as_groups_by_hand_do() -> None:
+    def trained(by_hand: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = Words().double()
+        split: list[dict[str, Any]] | None = None
+        if by_hand:
+            words = [*model.embedding.parameters(), *model.head.parameters()]
+            rest = {
+                "rule": natgrad.Polar.vocabulary,
+                "length": Free(),
+                "average": AverageGradients(),
+                "momentum": 0.9,
+                "weight_decay": 0.0,
+            }
+            split = [
+                {"params": list(model.hidden.parameters())},
+                {"params": words, **rest},
+            ]
+        optimizer = natgrad.Polar(model, split)
+        for step in range(4):
+            optimizer.zero_grad()
+            tokens = torch.arange(8).roll(step)
+            nn.functional.cross_entropy(model(tokens), tokens + 2).backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for ours, theirs in zip(trained(False), trained(True), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

@@ -91,7 +91,7 @@ def test_no_column_of_a_table_moves_further_than_columns_are_long(size: float) -
 def test_polar_changes_the_rows_that_were_read_by_the_learning_rate() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(400, 6), nn.Linear(6, 3)).double()
-    optimizer = natgrad.Polar(model, lr=LR)
+    optimizer = natgrad.Polar(model, [{"params": model.named_parameters()}], lr=LR)
     table: Any = model[0].weight
     before = table.detach().clone()
     read = torch.arange(10)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from natgrad_lab.augment.windows import fitted
+from natgrad_lab.data.download import Progress
 from natgrad_lab.data.folders import DataError
 from natgrad_lab.data.images import STORED, ImageSplit
 from natgrad_lab.data.jpeg import ImageError, Pixels, encode, read_resized, size_of
@@ -303,14 +304,22 @@ def open_cache(folder: Path, *, threads: int | None = None) -> Cache:
     return Cache(form=form, classes=classes, splits=splits, mean=mean)
 
 
-def damaged(cache: Cache, *, rank: int = 0, world: int = 1) -> Iterator[str]:
-    """Names of images whose bytes are not those that were written; reads them all."""
-    for split in cache.splits.values():
-        source = split.source
+def damaged(
+    cache: Cache, *, rank: int = 0, world: int = 1, progress: Progress | None = None
+) -> Iterator[str]:
+    """Names of images whose bytes are not those that were written; reads them all.
+
+    ``progress`` is told (split, images read, images to read) by every rank of its own.
+    """
+    for split, images in cache.splits.items():
+        source = images.source
         assert isinstance(source, Shards)
-        for index in range(rank, len(source), world):
+        mine = range(rank, len(source), world)
+        for done, index in enumerate(mine, 1):
             if not source.is_right(index):
                 yield source.name(index)
+            if progress is not None and (done % AT_ONCE == 0 or done == len(mine)):
+                progress(split, done, len(mine))
 
 
 def _facts(folder: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from natgrad_lab.data.cache import (
     write_cache,
 )
 from natgrad_lab.data.folders import DataError, data_root
+from natgrad_lab.data.follow import followed
 from natgrad_lab.data.imagenet import originals
 from natgrad_lab.data.images import STORED
 
@@ -33,7 +34,7 @@ class MakeCache:
     name: Annotated[str, tyro.conf.Positional] = "imagenet"
     """The data set: imagenet."""
     out: Path
-    """Folder of the cache: on a disk that every process can read, or one a node."""
+    """Folder of the cache: on a disk that every process can read, or one per node."""
     root: Path | None = None
     """Folder of all data sets. None: $NATGRAD_DATA, or the user's cache."""
     crop: Crop = "stretched"
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = tyro.cli(MakeCache, prog="natgrad data cache", args=list(arguments))
     if asked.name != "imagenet":
         raise DataError(f"Invalid name={asked.name!r}. Must be imagenet.")
+    if asked.workers is not None and asked.workers < 1:
+        raise DataError(f"Invalid workers={asked.workers}. Must be >= 1.")
     rank, world = place(asked.rank, asked.world)
     if asked.check:
         return _check(asked, rank, world)
@@ -77,7 +80,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check(asked: MakeCache, rank: int, world: int) -> int:
     cache = open_cache(asked.out, threads=asked.workers)
-    wrong = list(damaged(cache, rank=rank, world=world))
+    with followed("images") as progress:
+        wrong = list(damaged(cache, rank=rank, world=world, progress=progress))
     for name in wrong:
         _say(f"damaged: {name}")
     images = sum(len(split) for split in cache.splits.values())

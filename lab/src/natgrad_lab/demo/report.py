@@ -1,4 +1,4 @@
-"""What the demo's races say: a table for each task, a figure, three sentences."""
+"""What the demo's races say: a table, a figure and a sentence for each task."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from natgrad_lab.demo.race import CONTENDERS, Race
-from natgrad_lab.demo.tasks import TASKS, Task
+from natgrad_lab.demo.tasks import TASKS
 
 
 def best_rival(races: Sequence[Race]) -> Race:
@@ -15,24 +15,33 @@ def best_rival(races: Sequence[Race]) -> Race:
     return min(others, key=lambda r: r.final)
 
 
-def task_table(task: Task, races: Sequence[Race]) -> Table:
-    """Each optimizer's final value, and when it has that of the best rival."""
-    goal = best_rival(races)
-    table = Table(title=f"{task.name}: {task.unit}, batch {task.batch}")
-    heads = ("optimizer", "rate", "at the end", "steps to", "seconds to", "seconds")
-    for head in heads:
+HEADS = ("optimizer", "rate", "final loss", "steps", "seconds", "seconds in all")
+"""Of the table; "steps" and "seconds" are those to the end of the best rival."""
+
+
+def table_of(found: Mapping[str, Sequence[Race]]) -> Table:
+    """Each optimizer's loss at the end, and when it had that of the best rival."""
+    table = Table()
+    for head in HEADS:
         table.add_column(head, justify="left" if head == "optimizer" else "right")
-    for each in sorted(races, key=lambda r: r.final):
-        reached = each.reaches(goal.final)
-        table.add_row(
-            each.contender,
-            "found" if each.rate is None else f"{each.rate:g}",
-            f"{each.final:.3g}",
-            "-" if reached is None else str(reached[0]),
-            "-" if reached is None else f"{reached[1]:.1f}",
-            f"{each.seconds[-1]:.1f}",
-        )
-    table.caption = f'"to" is to {goal.final:.3g}, where {goal.contender} ends'
+    for name, races in found.items():
+        goal = best_rival(races)
+        table.add_section()
+        table.add_row(f"[bold]{name}[/bold]", *[""] * (len(HEADS) - 1))
+        for each in sorted(races, key=lambda r: r.final):
+            reached = each.reaches(goal.final)
+            table.add_row(
+                f"  {each.contender}{' *' if each is goal else ''}",
+                "found" if each.rate is None else f"{each.rate:g}",
+                f"{each.final:.3g}",
+                "-" if reached is None else str(reached[0]),
+                "-" if reached is None else f"{reached[1]:.1f}",
+                f"{each.seconds[-1]:.1f}",
+            )
+    table.caption = (
+        "* the best of SGD, AdamW, Muon and SOAP: steps and seconds are\n"
+        "those after which an optimizer had reached its final loss"
+    )
     return table
 
 
@@ -43,18 +52,18 @@ def sentences(found: Mapping[str, Sequence[Race]]) -> Iterator[str]:
         ours = [r for r in races if CONTENDERS[r.contender].ours]
         best = min(ours, key=lambda r: r.final)
         reached = best.reaches(goal.final)
+        task = f"On the task {name}, {best.contender}"
         if reached is None:
             yield (
-                f"{name}: {goal.contender} ends at {goal.final:.3g}; natgrad's best, "
-                f"{best.contender}, ends behind it at {best.final:.3g}."
+                f"{task} ends at {best.final:.3g}, behind {goal.contender} at "
+                f"{goal.final:.3g}."
             )
             continue
         steps, seconds = reached
         yield (
-            f"{name}: {best.contender} has what {goal.contender} ends with after "
-            f"{steps} of {goal.steps[-1]} steps and {seconds:.1f} s against "
-            f"{goal.seconds[-1]:.1f} s, and ends at {best.final:.3g} against "
-            f"{goal.final:.3g}."
+            f"{task} reaches the final loss of {goal.contender}, {goal.final:.3g}, "
+            f"after {steps} of {goal.steps[-1]} steps and {seconds:.1f} of "
+            f"{goal.seconds[-1]:.1f} s, and ends at {best.final:.3g}."
         )
 
 

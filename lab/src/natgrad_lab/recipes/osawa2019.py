@@ -9,8 +9,8 @@ variant add --curvature.norm diag, for its stale statistics --refresh.kind late.
 A process takes 32 images at a time, as their GPUs did; the rest accumulates. Half
 precision is section 1's ("for both computation and" communication) and section 3.4's
 (Tensor Cores): float16 products here, with a loss scale, which it does not mention.
-Running mixup and erasing are those of the authors' published code, one lambda an image
-(--data.mixup-kind step: one a step, as the equations are printed). Batch norm's weights
+Running mixup and erasing are those of the authors' published code, one lambda per image
+(--data.mixup-kind step: one per step, as the equations have it). Batch norm's weights
 begin at 1; in that code they are drawn from N(1, 0.05^2).
 
 Published: 75.0 to 75.3 % top-1 (Table 1). Not run here: ImageNet does not fit.

@@ -6,7 +6,7 @@ accuracy from Table 2. Empirical Fisher, unit-wise batch norm, adaptive refresh
 (Algorithms 1 and 2) up to 32K as published; 65K and 131K were run always fresh. Half
 precision and channels_last are section 5.2's; a loss scale, which float16 needs, is not
 mentioned there. Running mixup and erasing are those of the authors' published code, one
-lambda an image (--data.mixup-kind step: one a step, as the equations are printed).
+lambda per image (--data.mixup-kind step: one per step, as the equations are printed).
 
 Not printed, and different in that code: rho, which multiplies the damping of batch
 norm, is 1 here and 16 there (--curvature.norm-damping-ratio 16), and batch norm's

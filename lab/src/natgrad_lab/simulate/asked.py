@@ -83,7 +83,7 @@ class Asked:
     gradients: Literal["own", "ddp"] = "own"
     """Who averages gradients: the library, or DDP."""
     batch_per_rank: int = 32
-    """Examples a rank."""
+    """Examples per rank."""
 
 
 def require_world(*worlds: int) -> None:

@@ -78,7 +78,7 @@ def scaling_figure(
     """Seconds a step over ranks, and to a solution.
 
     They are Figure 5 of Osawa et al. 2020 and Figure 7 of Pauloski et al. 2020.
-    ``hours`` is examples to see by strategy over examples a rank and step, divided by
+    ``hours`` is examples to see by strategy over examples per rank and step, divided by
     3600; without it there is one panel.
     """
     figure = _figure(11 if hours else 6.5, 4.2)

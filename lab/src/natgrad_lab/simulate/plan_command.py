@@ -108,7 +108,7 @@ def described(asked: PlanCommand, work: Work) -> str:
     """What the plan is of."""
     return (
         f"{work.name}: {work.parameters:,} parameters, method {asked.method}, "
-        f"{asked.batch_per_rank} examples a rank"
+        f"{asked.batch_per_rank} examples per rank"
     )
 
 

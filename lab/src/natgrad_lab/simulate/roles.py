@@ -15,7 +15,7 @@ class Conditions:
     """How a step runs.
 
     Attributes:
-        batch: Examples a rank.
+        batch: Examples per rank.
         bucket_bytes: Items are sent together up to this size.
         overlap: Whether exchanges run while gradients are computed.
         half: Exchanges sent in half precision.

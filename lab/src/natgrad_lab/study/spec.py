@@ -216,7 +216,7 @@ class StudySpec:
     """Checkpoints a trial writes on its way: a killed trial repeats less than this
     share of itself."""
     micro_batch: int | None = None
-    """Examples a forward, where the batch is larger. None: the whole batch."""
+    """Examples per forward, where the batch is larger. None: the whole batch."""
     threads: int = 1
     """CPU threads a worker. Part of what is hashed: sums depend on it."""
     storage: str | None = None

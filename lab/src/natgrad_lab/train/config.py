@@ -76,8 +76,8 @@ class DataConfig:
     mixup: float = 0.0
     """alpha of running mixup (Osawa et al. 2019, eq. 9-12); 0 turns it off."""
     mixup_kind: MixupKind = field(default="image", metadata=LATER)
-    """image: one lambda an image, max(lambda, 1 - lambda); erased after mixing; only
-    the last forward is kept, as in the authors' code. step: one lambda a step, as it
+    """image: one lambda per image, max(lambda, 1 - lambda); erased after mixing; only
+    the last forward is kept, as in the authors' code. step: one lambda per step, as it
     is printed; erased before mixing; a process keeps its share of the last batch."""
     erasing: float = 0.0
     """Probability that a zero rectangle is put on an image (Osawa et al. 2019, 4.1)."""
@@ -142,7 +142,7 @@ class OptimizerConfig:
     """spngd, polar: how weight decay enters; rescaled also keeps conv and linear
     weights at norm sqrt(2 d_out) (Osawa et al. 2020, eq. 24). None: their default."""
     rest: Literal["sgd", "adamw"] = "sgd"
-    """muon: the rule of parameters that are no matrix. With trust it is adamw."""
+    """muon: the rule of parameters that are not matrices. With trust it is adamw."""
     rest_lr: float | None = None
     """Its learning rate. None: lr, or for adamw a fifth of it, as in natgrad.Polar."""
     flat: bool = False
@@ -402,7 +402,7 @@ class TrainConfig:
     batch: int = 128
     """Examples an update, over all processes."""
     micro_batch: int | None = None
-    """Examples a forward on one process; gradients and statistics accumulate until
+    """Examples per forward on one process; gradients and statistics accumulate until
     the batch is full. None: a process takes its whole share at once."""
     seed: int = 0
     """Seed of the weights, the order of the data and its augmentation."""
@@ -464,7 +464,7 @@ class TrainConfig:
         return step * self.batch / examples
 
     def accumulation(self, world: int) -> tuple[int, int]:
-        """(examples a forward on one process, forwards an update)."""
+        """(examples per forward on one process, forwards per update)."""
         micro = self.micro_batch or max(1, self.batch // world)
         legal = f"a multiple of {world} processes x micro_batch={micro}"
         require(self.batch % (world * micro) == 0, "batch", self.batch, legal)

@@ -37,7 +37,7 @@ class Feed:
         dataset: what to train and test on.
         config: augmentation, mixup and label smoothing.
         world: this rank's share is what it gets.
-        micro: examples a forward on this rank; must divide its share of the batch.
+        micro: examples per forward on this rank; must divide its share of the batch.
         channels_last: the layout of images.
     """
 

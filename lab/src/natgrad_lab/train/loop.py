@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from natgrad_lab import data, models
 from natgrad_lab.data import Dataset
+from natgrad_lab.data.follow import followed
 from natgrad_lab.errors import UserError
 from natgrad_lab.train import snapshot
 from natgrad_lab.train.checkpoint import Checkpoints
@@ -63,8 +64,7 @@ class Trainer:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         self.micro, self.forwards = self.config.accumulation(world.size)
-        asked = self.config.data
-        dataset = data.load(asked.name, asked.root, ranks=world, **asked.options)
+        dataset = self._load_data()
         self._data_note = dataset.note
         torch.manual_seed(self.config.seed)
         self.model, layout = self._build_model(dataset)
@@ -298,6 +298,18 @@ class Trainer:
         )
         self.clock.total, self.clock.cpu = state["seconds"], state["cpu_seconds"]
         self._loss.copy_(snapshot.row_of(state["loss"], rank, same))
+
+    def _load_data(self) -> Dataset:
+        asked = self.config.data
+        with followed("images") as seen:
+            progress = seen if self._show else None
+            return data.load(
+                asked.name,
+                asked.root,
+                ranks=self.world,
+                progress=progress,
+                **asked.options,
+            )
 
     def _build_model(self, dataset: Dataset) -> tuple[nn.Module, torch.memory_format]:
         settings = self.config.model
