@@ -115,6 +115,14 @@ class Options:
             few and equal diagonal blocks as need be: of an input statistic whole
             channels, of a linear layer neighbouring inputs. None: no factor is cut;
             the papers cut none.
+        gather_inputs: under tensor parallelism, gather inputs that ranks have cut by
+            features, so that A is exact. False: each rank makes the A of its own
+            features, and what is between those of two ranks counts as zero.
+        matrices: how many matrices, of equally many rows, the weight of each linear
+            layer is: 3 for one that makes Q, K and V at once, 3 times the heads for
+            one matrix a head. They share one A. None: one matrix, and three for the
+            in-projection of `torch.nn.MultiheadAttention`. Mostly for a parameter
+            group: see `natgrad.groups`.
         strategy: how several ranks share the work: ``"factor_wise"``,
             ``"layer_wise"``, ``"spngd"``, ``natgrad.hybrid(fraction)``, or ``"auto"``:
             the one that the machine's profile says is fastest, printed with why and
@@ -152,6 +160,8 @@ class Options:
     # 128 channels of a 3x3 convolution. A third of a second for an eigendecomposition,
     # and an inverse, on a core of 2020; a factor of 4,608 takes 60 times that.
     largest_factor: int | None = 1152
+    matrices: int | None = None
+    gather_inputs: bool = True
     strategy: str | Strategy = FIRST_STRATEGY
     placement: str = FIRST_PLACEMENT
     profile: Profile | None = None
@@ -174,6 +184,8 @@ class Options:
             require_count("subsample", self.subsample, also=", or None")
         if self.largest_factor is not None:
             require_count("largest_factor", self.largest_factor, also=", or None")
+        if self.matrices is not None:
+            require_count("matrices", self.matrices, also=", or None")
         if isinstance(self.skip, str) or not isinstance(self.skip, Collection):
             raise TypeError(
                 f"Invalid skip={self.skip!r}. Must be a collection of layer names."
@@ -208,6 +220,11 @@ class Options:
                 "LayerTrust() or Free()."
             )
         self._require_auto()
+        if self.rule.corrects and not self.gather_inputs:
+            raise ValueError(
+                f"Invalid gather_inputs=False with rule={self.rule!r}. Must be True: "
+                "its second moment is of whole inputs."
+            )
         if self.loss == "tokens" and self.sharing == "reduce":
             raise ValueError(
                 "Invalid sharing='reduce' with loss='tokens'. A reduced layer has no "
@@ -268,6 +285,7 @@ class Options:
             decay=self.decay,
             damping=damping,
             refresh=self.refresh,
+            matrices=self.matrices,
         )
 
 

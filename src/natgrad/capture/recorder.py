@@ -42,7 +42,6 @@ from natgrad.capture.forwards import (
     Leaf,
     MicroBatch,
     Use,
-    choose_rows,
 )
 from natgrad.capture.hooks import Hooks, Sentinel, accumulates, backward_id, leaf_of
 from natgrad.capture.peers import ALONE, Peers
@@ -211,8 +210,8 @@ class Capture:
             return
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
-        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-        if x is None:
+        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if not given:
             return
         if self._learned and backward_id() == -1:  # called without the model's forward
             self._count_forward()
@@ -224,14 +223,16 @@ class Capture:
             self._expect_backward(forward, block, leaf, output)
             return
         assert block.kind is not None
-        x = x.detach()
+        x, *others = (a.detach() for a in given)
         rows, scale = self._rows(block, module, x, output)
-        mine = block.name in self._turns
+        mine, apart = block.name in self._turns, block.is_apart(module, x)
         with self._estimating(block, want[0], x.device.type):
-            observed, x = Observed(), whole(x)
-            if output.numel() and mine:
-                observed = block.kind.observe(module, x[rows], local(output), want)
+            observed, x = Observed(), x if apart else whole(x)
+            if output.numel() and (mine or apart):
+                seen, y = (x[rows], *others), local(output)
+                observed = block.kind.observe_call(module, seen, y, want)
                 observed.stand_for(scale)
+                observed.positions *= mine
         call = Call(
             block=block,
             module=module,
@@ -243,6 +244,7 @@ class Capture:
             scale=scale,
             observed=observed,
             is_mine=mine,
+            is_apart=apart,
             # autograd keeps a layer's input for the gradient of its weight anyway
             inputs=x[rows] if "S" in want else None,
         )
@@ -266,9 +268,7 @@ class Capture:
         # From step and micro-batch alone: the same on all ranks and after a restart.
         before = f"{self.armed.step}/{len(self._captured.batches)}"
         some, world = self._subsample, self._world
-        return choose_rows(
-            block, module, x, output, subsample=some, world=world, seed=before
-        )
+        return block.some_rows(module, x, output, some, world, before)
 
     def _expect_backward(
         self, forward: Forward, block: Block, leaf: Leaf, output: Tensor
@@ -330,8 +330,8 @@ class Capture:
         with self._estimating(call.block, call.want[-1], g.device.type):
             g = local(g) if call.want == (INPUTS,) else whole(g.detach())
             if not call.is_mine:
-                for s in call.kinds(based=self._has_bases(call)):
-                    into.note(s.name, 0)
+                for name in call.theirs(based=self._has_bases(call)):
+                    into.note(name, Observed())
                 moments = dict[str, Tensor]()
             elif g.numel():
                 moments = call.block.kind.gradient_moments(
@@ -391,10 +391,10 @@ class Capture:
             if not self._sentinel.is_set:
                 self._sentinel.watch(call.block.parameters[0])
             if sent is not None and sink is not None:
-                into.note(call.inputs_name, observed.positions)
+                into.note(call.inputs_name, observed)
                 sink.counted(call.inputs_name, sent)
         for kind, all_ in (kept | moments).items():
             name, moment = f"{call.block.name}/{kind}", call.block.in_parts(kind, all_)
-            into.add(name, moment, observed.positions)
+            into.add(name, moment, observed)
             if sink is not None and into is self._captured:
                 sink.grown(name, into)

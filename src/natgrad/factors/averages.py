@@ -21,7 +21,6 @@ from torch import Tensor
 from natgrad.capture.forwards import POSITION_KINDS
 from natgrad.diagnostics.timer import Meter
 from natgrad.distributed.communicator import Communicator
-from natgrad.factors.pace import built_in_cost
 from natgrad.factors.refresh import Refresh
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
@@ -42,14 +41,15 @@ from natgrad.math.packing import flatten, trace, unflatten
 from natgrad.math.rules import between
 from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.statistics import own_moment
-from natgrad.options import Options
 from natgrad.plan import Plan
+from natgrad.plan.pace import built_in_cost
 from natgrad.requiring import require_number
 from natgrad.rules.parts import Damping, Parts
 from natgrad.rules.rule import Rule
 
 if TYPE_CHECKING:
     from natgrad.engine.agreement import Verdict
+    from natgrad.options import Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Averages:
     def __init__(
         self,
         blocks: Iterable[Block],
-        options: Options,
+        options: "Options",
         parts: Mapping[str, Parts],
         *,
         plan: Plan,
@@ -81,7 +81,7 @@ class Averages:
     ) -> None:
         self.options, self.plan, self.comm, self.like = options, plan, comm, like
         self.block = {b.name: b for b in blocks}
-        self._parts, self._distinct = parts, list(dict.fromkeys(parts.values()))
+        self.parts, self._distinct = parts, list(dict.fromkeys(parts.values()))
         self.states = {
             s.name: StatisticState(spec=s)
             for b in self.block.values()
@@ -103,6 +103,11 @@ class Averages:
         """Names of the due statistics that forwards and backwards are to give."""
         return [s.spec.name for s in self.due() if not s.spec.is_local]
 
+    def counted(self) -> dict[str, int]:
+        """Matrices of the due statistics that count the inputs of each, by name."""
+        due = [s.spec for s in self.due() if s.spec.counted]
+        return {s.name: s.stack // s.parts for s in due}
+
     def facts(self) -> Tensor | None:
         """What a budget's account has to tell the other ranks in this step."""
         return None if self.account is None else self.account.facts(self.like)
@@ -110,7 +115,7 @@ class Averages:
     def damping_of(self, block: Block) -> float:
         """Lambda of a block at this step."""
         ratio = self.options.norm_damping_ratio if block.is_norm else 1.0
-        return ratio * damping_at(self._parts[block.name].damping, self.step)
+        return ratio * damping_at(self.parts[block.name].damping, self.step)
 
     def factor_damping(self, s: StatisticState) -> float:
         """What is added to one factor, in the chosen damping style.
@@ -155,7 +160,7 @@ class Averages:
         return self.block[s.spec.block].rule
 
     def _refresh(self, s: StatisticState) -> Refresh:
-        return self._parts[s.spec.block].refresh
+        return self.parts[s.spec.block].refresh
 
     def form(self, s: StatisticState) -> str:
         """What is kept of it; see `natgrad.factors.statistics`."""
@@ -184,12 +189,30 @@ class Averages:
         mine = [s for s in usable if self.owns(s)]
         for s in mine:
             sums[s.spec.name].mul_(self._scale(s, verdict))
+            if s.spec.counted:
+                self._count_members(s, sums[s.spec.name], verdict)
         if self.changes is not None:
             self._note_changes(mine, sums, self.changes)
         self._average(mine, sums)
         for s in usable:
             s.estimated = True
         return usable
+
+    def _count_members(
+        self, s: StatisticState, flat: Tensor, verdict: "Verdict"
+    ) -> None:
+        """Let each matrix have its own average. See Note [Inputs of each matrix]."""
+        name, each = s.spec.name, flat.view(len(verdict.members[s.spec.name]), -1)
+        inputs = flat.new_tensor(verdict.members[name]).unsqueeze(1)
+        if s.spec.kind in POSITION_KINDS:
+            each.mul_(verdict.counts[name] / inputs.clamp_min(1))
+        if s.average is None:
+            return
+        old = s.average.view_as(each)
+        # what is averaged with weights ends as what it is, or as the first estimate is
+        begins = old.any(1, keepdim=True).logical_not_()
+        each.div_(torch.where(begins, self._weights(s)[1], 1.0))
+        each.copy_(torch.where(inputs > 0, each, old))
 
     def _estimate_local(
         self, due: list[StatisticState], gradients: Mapping[str, Tensor]

@@ -8,7 +8,7 @@ right one of the transposed update.
 import torch
 from torch import Tensor
 
-from natgrad.math.parts import on_right
+from natgrad.math.parts import on_right, values_on_right
 from natgrad.math.rules import between
 
 # The rows of an update that are looked at: the longest ones have most of its curvature.
@@ -40,8 +40,8 @@ def along(rows: Tensor, factor: Tensor) -> Tensor:
 def along_eigen(rows: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
     """As `along`, of a factor ``Q diag(v) Q^T``; empty Q: of diag(v)."""
     rotated = on_right(rows, vectors) if vectors.numel() else rows
-    columns = rows.shape[2]
-    return (rotated.square() * values.reshape(len(rows), 1, -1)[..., :columns]).sum()
+    values = values_on_right(values, len(rows), rows.shape[2])
+    return (rotated.square() * values).sum()
 
 
 def log_growth(now: Tensor, then: Tensor) -> Tensor:
