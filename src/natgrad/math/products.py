@@ -16,6 +16,10 @@ DEVICE_BYTES = 256 * 2**20
 
 # Rows of a symmetric product made in one go, from the diagonal to the right.
 PANEL = 192
+# The same of products that need no sum, from so many rows on: in a smaller one what is
+# saved is lost to the number of operations.
+SYMMETRIC_PANEL = 128
+SYMMETRIC_FROM = 384
 
 
 def add_product(total: Tensor, rows: Tensor) -> None:
@@ -30,6 +34,58 @@ def add_product(total: Tensor, rows: Tensor) -> None:
     for start in range(0, size, PANEL):
         panel = slice(start, start + PANEL)
         total[0, panel, start:].addmm_(rows[0, panel], rows[0, start:].T)
+
+
+def symmetric_product(
+    left: Tensor,
+    right: Tensor,
+    plus: Tensor | None = None,
+    *,
+    beta: float = 0.0,
+    alpha: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``beta plus + alpha left right`` (s, n, n), which is known to be symmetric.
+
+    Without ``plus``, ``left right``.
+
+    Of large ones on a CPU only the upper part is made, and the lower one copied.
+    """
+    size = left.shape[-2]
+    if size < SYMMETRIC_FROM or not on_cpu(left):
+        if plus is None:
+            return torch.bmm(left, right, out=out)
+        return torch.baddbmm(plus, left, right, beta=beta, alpha=alpha, out=out)
+    out = left.new_empty(len(left), size, size) if out is None else out
+    plus = out if plus is None else plus
+    for start in range(0, size, SYMMETRIC_PANEL):
+        rows = slice(start, start + SYMMETRIC_PANEL)
+        upper = out[:, rows, start:]
+        pair = left[:, rows], right[:, :, start:]
+        torch.baddbmm(plus[:, rows, start:], *pair, beta=beta, alpha=alpha, out=upper)
+        out[:, rows.stop :, rows] = upper[:, :, SYMMETRIC_PANEL:].mT
+    return out
+
+
+def triangular_product(x: Tensor, root: Tensor, *, transposed: bool) -> Tensor:
+    """``x W`` or ``x W^T`` of ``(s, m, n)``; W ``(s, n, n)`` is upper triangular.
+
+    Of large ones on a CPU the half of W that is zero is left out, but for panels.
+    """
+    size = root.shape[-1]
+    if size < SYMMETRIC_FROM or not on_cpu(x):
+        return torch.bmm(x, root.mT if transposed else root)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for start in range(0, size, SYMMETRIC_PANEL):
+        stop = min(start + SYMMETRIC_PANEL, size)
+        rows, columns = slice(0, stop), slice(start, stop)
+        if transposed:
+            rows = slice(start, size)
+            panel = root[:, columns, rows].mT
+        else:
+            panel = root[:, rows, columns]
+        torch.bmm(x[:, :, rows], panel, out=out[:, :, columns])
+    return out
 
 
 def completed(total: Tensor) -> Tensor:
