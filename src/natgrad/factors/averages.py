@@ -25,7 +25,14 @@ from natgrad.factors.refresh import Refresh
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
 from natgrad.math import foreach
-from natgrad.math.growth import along, along_eigen, log_growth, longest, rows_at
+from natgrad.math.growth import (
+    along,
+    along_eigen,
+    log_growth,
+    longest,
+    rows_at,
+    units,
+)
 from natgrad.math.inverse import (
     pi_split,
     split_damping,
@@ -348,17 +355,22 @@ def _growth(
     if statistics.is_eigen(s):
         return log_growth(now, along_eigen(rows, *s.inverse) + damped)
     # U (X + damping I) is what the other side's inverse makes of the gradient
-    half = _one_sided(statistics, s, direction)
-    then = (rows_at(half.mT if is_left else half, index) * rows).sum()
+    turned = direction.mT if is_left else direction
+    then = (_one_sided(statistics, s, turned, index) * rows).sum()
     return log_growth(now, then)
 
 
-def _one_sided(statistics: Averages, s: StatisticState, direction: Tensor) -> Tensor:
-    """The direction, scaled by the factor of the other side alone."""
+def _one_sided(
+    statistics: Averages, s: StatisticState, direction: Tensor, index: Tensor
+) -> Tensor:
+    """Rows of the direction, scaled by the factor of the other side alone.
+
+    ``direction`` has the side of s as its columns, so that the other one is on its
+    left: of ``X V`` some rows are those of X times V.
+    """
     for spec in statistics.block[s.spec.block].spec.statistics:
         inverse = statistics.states[spec.name].inverse
         if spec.is_factor and spec.name != s.spec.name and inverse is not None:
-            is_left = spec.side == "left"
-            right, left = (None, inverse[0]) if is_left else (inverse[0], None)
-            return between(direction, right, left)
-    return direction
+            rows = units(index, direction)
+            return between(rows, inverse[0], None) @ direction
+    return rows_at(direction, index)

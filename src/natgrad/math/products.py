@@ -40,6 +40,60 @@ def outer(rows: Tensor) -> Tensor:
     return rows @ rows.mT
 
 
+def symmetric_product(
+    left: Tensor,
+    right: Tensor,
+    plus: Tensor | None = None,
+    *,
+    beta: float = 0.0,
+    alpha: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``beta plus + alpha left right`` (s, n, n), which is known to be symmetric.
+
+    Without ``plus``, ``left right``.
+
+    Of large ones on a CPU only the upper part is made, and the lower one copied.
+    """
+    size, tuning = left.shape[-2], tuning_of(left)
+    step = tuning.symmetric_panel
+    if not step or size < tuning.symmetric_from:
+        if plus is None:
+            return torch.bmm(left, right, out=out)
+        return torch.baddbmm(plus, left, right, beta=beta, alpha=alpha, out=out)
+    out = left.new_empty(len(left), size, size) if out is None else out
+    plus = out if plus is None else plus
+    for start in range(0, size, step):
+        rows = slice(start, start + step)
+        upper = out[:, rows, start:]
+        pair = left[:, rows], right[:, :, start:]
+        torch.baddbmm(plus[:, rows, start:], *pair, beta=beta, alpha=alpha, out=upper)
+        out[:, rows.stop :, rows] = upper[:, :, step:].mT
+    return out
+
+
+def triangular_product(x: Tensor, root: Tensor, *, transposed: bool) -> Tensor:
+    """``x W`` or ``x W^T`` of ``(s, m, n)``; W ``(s, n, n)`` is upper triangular.
+
+    Of large ones on a CPU the half of W that is zero is left out, but for panels.
+    """
+    size, tuning = root.shape[-1], tuning_of(x)
+    step = tuning.symmetric_panel
+    if not step or size < tuning.symmetric_from:
+        return torch.bmm(x, root.mT if transposed else root)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        rows, columns = slice(0, stop), slice(start, stop)
+        if transposed:
+            rows = slice(start, size)
+            panel = root[:, columns, rows].mT
+        else:
+            panel = root[:, rows, columns]
+        torch.bmm(x[:, :, rows], panel, out=out[:, :, columns])
+    return out
+
+
 def completed(total: Tensor) -> Tensor:
     """What ``add_product`` made, with its lower part."""
     return mirror_(total) if total.shape[0] == 1 < total.shape[-1] else total

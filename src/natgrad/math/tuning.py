@@ -29,6 +29,9 @@ class Tuning:
         batched_up_to: equal sizes are inverted as one batch up to this size.
         panel: rows of a symmetric product made in one go, from the diagonal to the
             right; 0: all of it is one product.
+        symmetric_panel, symmetric_from: the same of products that need no sum (polar
+            factors, triangular roots), and from how many rows on: in a smaller one what
+            is saved is lost to the number of operations.
         block_bytes: patches, spectra and copies are made for so many bytes at a time.
         product, convolution, copy: multiplications, and elements copied, a nanosecond,
             of which only ratios count. ``convolution=0``: moments of convolutions are
@@ -39,12 +42,15 @@ class Tuning:
     batched_up_to: int
     panel: int
     block_bytes: int
+    symmetric_panel: int = 0
+    symmetric_from: int = 0
     product: float = 1.0
     convolution: float = 0.0
     copy: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("batched_up_to", "panel", "convolution"):
+        sizes = ("batched_up_to", "panel", "symmetric_panel", "symmetric_from")
+        for name in (*sizes, "convolution"):
             if getattr(self, name) < 0:
                 value = getattr(self, name)
                 raise ValueError(f"Invalid tuning.{name}={value}. Must be >= 0.")
@@ -61,6 +67,8 @@ CPU = Tuning(
     batched_up_to=64,
     panel=192,
     block_bytes=4 * 2**20,
+    symmetric_panel=128,
+    symmetric_from=384,
     product=30.0,
     convolution=22.0,
     copy=2.0,

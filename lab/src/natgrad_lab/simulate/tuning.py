@@ -31,7 +31,10 @@ Choice = TypeVar("Choice", bound=int)
 
 
 def tune(device: str, seconds: float) -> Tuning:
-    """The tuning of this device, for one thread a process."""
+    """The tuning of this device, for one thread a process.
+
+    Panels of products that need no sum stay as they are built in.
+    """
     start = replace(CPU if device == CPU.device else PLAIN, device=device)
     images = torch.randn(64, 32, 32, 32)  # whose patches have 72 MiB
     geometry = ConvGeometry(
