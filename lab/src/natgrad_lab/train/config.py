@@ -260,6 +260,9 @@ class CurvatureConfig:
     """How normalisation layers are treated."""
     norm_damping_ratio: float | None = None
     """rho_BN: multiplies the damping of norm layers (Osawa et al. 2019, 4.2)."""
+    factor_precision: Literal["float16", "bfloat16"] | None = None
+    """What activations and gradients are rounded to before they are multiplied for a
+    statistic; none: not at all."""
     subsample: int | Literal["needed"] | None = None
     """Statistics from every k-th example only; 1: from all. needed: from as many as
     each layer needs, however large the batch."""
