@@ -102,7 +102,8 @@ class Forward:
         """Note the output of a layer."""
         assert block.kind is not None
         self.layers[block.kind.examples(module, output)] += 1
-        self.last = output.numel(), _features(block), block.kind.channel_dim
+        features = block.kind.features(module)
+        self.last = output.numel(), features, block.kind.channel_dim
 
     def examples(self) -> int:
         """See Note [Terms]."""
@@ -377,14 +378,6 @@ def _leaves(tree: Any) -> Iterator[Tensor | int]:
             yield len(tree)
         for leaf in tree:
             yield from _leaves(leaf)
-
-
-def _features(block: Block) -> int:
-    """How many numbers a layer puts out at each position."""
-    if block.is_norm:
-        return block.parameters[0].numel()
-    counted = any(s.counted for s in block.spec.statistics)
-    return block.spec.rows * (1 if counted else block.spec.stack)
 
 
 def _listed(sizes: Any) -> str:

@@ -12,15 +12,7 @@ from torch.optim import Optimizer
 from natgrad.capture.hooks import require_unwatched
 from natgrad.capture.peers import ALONE
 from natgrad.capture.recorder import Capture
-from natgrad.checkpoint.gather import (
-    gather,
-    gather_moments,
-    gather_references,
-    part_of,
-    release,
-    release_workers,
-    warn_partial,
-)
+from natgrad.checkpoint.gather import gather, part_of, release, warn_partial
 from natgrad.checkpoint.state_dict import Kept, load, save
 from natgrad.checkpoint.validate import require_state
 from natgrad.diagnostics.probe import Probe
@@ -39,6 +31,7 @@ from natgrad.factors.statistics import Statistics
 from natgrad.layers.block import statistics_like
 from natgrad.layers.registration import Groups, parts_for, register
 from natgrad.layers.unwrap import unwrap
+from natgrad.math.tuning import tuning_of
 from natgrad.options import Options
 from natgrad.plan import Plan
 from natgrad.quadratic.tuner import Tuner
@@ -139,6 +132,7 @@ class Machinery(ABC):
             subsample=self.options.subsample,
             world=self.comm.world,
             peers=self.sharding.peers if self.sharding else ALONE,
+            precision=self.options.factor_precision,
             grad_scaler=grad_scaler,
             meter=self.meter,
             before_forward=self.before_forward,
@@ -146,6 +140,8 @@ class Machinery(ABC):
 
     def _connect(self, plan: Plan) -> Communicator:
         options, same = self.options, self._replicas.fingerprint()
+        # ranks that choose by other sizes round otherwise
+        same["tuning of the device"] = repr(tuning_of(self.like))
         return Communicator(plan, options.comm, options.group, fingerprint=same)
 
     def _reopen(self) -> None:
@@ -185,17 +181,11 @@ class Machinery(ABC):
 
     def gather(self) -> None:
         """Collective: put all statistics on every rank, until the next step."""
-        states, is_eigen = self.statistics.states, self.statistics.is_eigen
-        eigen = frozenset(name for name, s in states.items() if is_eigen(s))
-        gather([*states.values()], self.plan, self.comm, self.like, eigen=eigen)
-        plan, comm, like = self.plan, self.comm, self.like
-        gather_moments(self.moments, self.blocks, plan, comm, like)
-        gather_references(self.references, plan, comm, like)
+        gather(self.kept())
         self.gathered = True
 
     def _release(self) -> None:
-        release([*self.statistics.states.values()], self.plan, self.comm.rank)
-        release_workers(self.moments, self.references, self.plan, self.comm.rank)
+        release(self.kept())
         self.gathered = False
 
     def _replan(self) -> None:

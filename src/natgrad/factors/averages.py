@@ -25,16 +25,24 @@ from natgrad.factors.refresh import Refresh
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
 from natgrad.math import foreach
-from natgrad.math.growth import along, along_eigen, log_growth, longest, rows_at
+from natgrad.math.growth import (
+    along,
+    along_eigen,
+    log_growth,
+    longest,
+    rows_at,
+    units,
+)
 from natgrad.math.inverse import (
     pi_split,
     split_damping,
 )
 from natgrad.math.packing import flatten, trace, unflatten
+from natgrad.math.precision import rescaled
 from natgrad.math.rules import between
 from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.statistics import own_moment
-from natgrad.plan import Plan
+from natgrad.plan import Plan, StatisticSpec
 from natgrad.plan.pace import built_in_cost
 from natgrad.requiring import require_number
 from natgrad.rules.parts import Damping, Parts
@@ -212,16 +220,7 @@ class Averages:
     ) -> list[StatisticState]:
         """Those of the weight's own gradient, on their owners, who are workers."""
         mine = [s for s in due if self.owns(s)]
-        found = {
-            s.spec.name: own_moment(
-                gradients[s.spec.block],
-                s.spec.side,
-                parts=s.spec.parts,
-                size=s.spec.size,
-                diagonal=s.spec.diagonal,
-            )
-            for s in mine
-        }
+        found = {s.spec.name: self._own(s.spec, gradients) for s in mine}
         # The split of the damping needs the trace of the other side too, whose owner
         # may be another worker: both are the squared norm of the gradient.
         theirs = [s for s in due if not self.owns(s) and s.spec.block in gradients]
@@ -239,6 +238,19 @@ class Averages:
         for s in due:
             s.estimated = True
         return due
+
+    def _own(self, spec: StatisticSpec, gradients: Mapping[str, Tensor]) -> Tensor:
+        """A statistic of the weight's own gradient."""
+        precision = self.options.factor_precision
+        gradient, times = rescaled(gradients[spec.block], precision)
+        moment = own_moment(
+            gradient,
+            spec.side,
+            parts=spec.parts,
+            size=spec.size,
+            diagonal=spec.diagonal,
+        )
+        return moment.mul_(times).to(self.like) if precision else moment
 
     def _weights(self, s: StatisticState) -> tuple[float, float]:
         """Of the old value and the new estimate; the first estimate starts it.
@@ -343,17 +355,22 @@ def _growth(
     if statistics.is_eigen(s):
         return log_growth(now, along_eigen(rows, *s.inverse) + damped)
     # U (X + damping I) is what the other side's inverse makes of the gradient
-    half = _one_sided(statistics, s, direction)
-    then = (rows_at(half.mT if is_left else half, index) * rows).sum()
+    turned = direction.mT if is_left else direction
+    then = (_one_sided(statistics, s, turned, index) * rows).sum()
     return log_growth(now, then)
 
 
-def _one_sided(statistics: Averages, s: StatisticState, direction: Tensor) -> Tensor:
-    """The direction, scaled by the factor of the other side alone."""
+def _one_sided(
+    statistics: Averages, s: StatisticState, direction: Tensor, index: Tensor
+) -> Tensor:
+    """Rows of the direction, scaled by the factor of the other side alone.
+
+    ``direction`` has the side of s as its columns, so that the other one is on its
+    left: of ``X V`` some rows are those of X times V.
+    """
     for spec in statistics.block[s.spec.block].spec.statistics:
         inverse = statistics.states[spec.name].inverse
         if spec.is_factor and spec.name != s.spec.name and inverse is not None:
-            is_left = spec.side == "left"
-            right, left = (None, inverse[0]) if is_left else (inverse[0], None)
-            return between(direction, right, left)
-    return direction
+            rows = units(index, direction)
+            return between(rows, inverse[0], None) @ direction
+    return rows_at(direction, index)

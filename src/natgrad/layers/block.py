@@ -89,6 +89,8 @@ class LayerKind(ABC):
     """Whether the norm damping ratio applies."""
     matrices: int = 0
     """How many matrices its weight is unless a group says so; 0: that is fixed."""
+    has_bias: bool = True
+    """Whether a bias can be part of the matrix."""
     weight_name: str = "weight"
     bias_name: str = "bias"
     """What the module calls them; `register_layer` may say otherwise."""
@@ -113,6 +115,11 @@ class LayerKind(ABC):
     def examples(self, module: nn.Module, y: Tensor) -> int:
         """The size of the batch, by the layer's output; 0 if it has no dim for it."""
         return len(y) if y.dim() > 1 else 0
+
+    def features(self, module: nn.Module) -> int:
+        """How many numbers the layer puts out at each position."""
+        layout = self.layout(module)
+        return layout.stack * layout.rows
 
     @abstractmethod
     def layout(self, module: nn.Module) -> Layout:

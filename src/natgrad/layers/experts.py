@@ -36,6 +36,9 @@ class Experts(Kronecker):
             counted=True,
         )
 
+    def features(self, module: nn.Module) -> int:
+        return self.layout(module).rows
+
     def examples(self, module: nn.Module, y: Tensor) -> int:
         """Tokens are of any example."""
         return 0

@@ -43,9 +43,7 @@ def find_blocks(
         elif id(weight) not in found:
             found[id(weight)] = _block(name, module, kind)
             if not kind.options.bias:
-                own = kind.options.any_matrix
-                why = "a bias is no part of the matrix under its rule"
-                _note(reasons, module, why if own else "its weight is in another group")
+                _note(reasons, module, _why_no_bias(kind))
         else:
             _tie(found[id(weight)], name, module, kind)
     _note_other_uses(model, found)
@@ -54,6 +52,15 @@ def find_blocks(
         block.is_foreign = id(block.parameters[0]) not in known
         block.reason = FOREIGN if block.is_foreign else block.reason
     return blocks
+
+
+def _why_no_bias(kind: LayerKind) -> str:
+    """Why a bias is not in the matrix of its layer."""
+    if not kind.has_bias:
+        return "a bias is no part of the matrix of its layer"
+    own = kind.options.any_matrix
+    why = "a bias is no part of the matrix under its rule"
+    return why if own else "its weight is in another group"
 
 
 def _all_alike(
@@ -75,7 +82,7 @@ def _options_of(module: nn.Module, known: Mapping[int, LayerOptions]) -> LayerOp
     weight, bias = (trainable(module, x) for x in (kind.weight_name, kind.bias_name))
     options = known.get(id(weight), LayerOptions())
     alike = bias is None or known.get(id(bias)) == options
-    alone = options.any_matrix and not kind.is_norm
+    alone = (options.any_matrix and not kind.is_norm) or not kind.has_bias
     return replace(options, bias=False) if alone or not alike else options
 
 

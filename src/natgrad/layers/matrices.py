@@ -152,6 +152,7 @@ class Linear(Kronecker):
     def _rows(self, x: Tensor, *, mean: bool) -> Tensor:
         if self.options.sharing == "reduce" and x.dim() > 2:
             dims = tuple(range(1, x.dim() - 1))
+            x = widen(x)
             x = x.mean(dims) if mean else x.sum(dims)
         return x.reshape(-1, x.shape[-1])
 
@@ -197,7 +198,7 @@ class Conv(Kronecker):
 
     def layout(self, module: nn.Module) -> Layout:
         weight: Any = self.weight(module)
-        groups = _setting(module, "groups")
+        groups = setting(module, "groups")
         bias = self.bias(module) is not None
         return Layout(
             stack=groups,
@@ -205,7 +206,7 @@ class Conv(Kronecker):
             cols=math.prod(weight.shape[1:]) + bias,
             right="A",
             left="G",
-            unit=math.prod(_setting(module, "kernel_size")),
+            unit=math.prod(setting(module, "kernel_size")),
         )
 
     def vectors(self, module: nn.Module, y: Tensor) -> int:
@@ -217,7 +218,7 @@ class Conv(Kronecker):
         if "A" not in want:
             return Observed()
         geometry = geometry_of(module, bias=self.bias(module) is not None)
-        x = _batched(x, len(geometry.kernel))
+        x = batched(x, len(geometry.kernel))
         size = self.part_size(module, "right")
         return Observed(
             moments={"A": conv_input_parts(x, geometry, size)},
@@ -233,15 +234,15 @@ class Conv(Kronecker):
     ) -> dict[str, Tensor]:
         if "G" not in want:
             return {}
-        g = _batched(g, self.weight(module).dim() - 2)
+        g = batched(g, self.weight(module).dim() - 2)
         size = self.part_size(module, "left")
-        return {"G": conv_output_parts(g, _setting(module, "groups"), size)}
+        return {"G": conv_output_parts(g, setting(module, "groups"), size)}
 
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
     ) -> Tensor:
         geometry = geometry_of(module, bias=self.bias(module) is not None)
-        x, g = (_batched(t, len(geometry.kernel)) for t in (x, g))
+        x, g = (batched(t, len(geometry.kernel)) for t in (x, g))
         if self.options.loss == "tokens":
             return rank_one_squares(conv_rows(x, g, geometry), right, left)
         return squares_in_basis(conv_gradients(x, g, geometry), right, left)
@@ -263,15 +264,15 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 def geometry_of(module: nn.Module, *, bias: bool) -> ConvGeometry:
     """What a convolution reads where, from its module."""
-    kernel: tuple[int, ...] = _setting(module, "kernel_size")
-    dilation: tuple[int, ...] = _setting(module, "dilation")
+    kernel: tuple[int, ...] = setting(module, "kernel_size")
+    dilation: tuple[int, ...] = setting(module, "dilation")
     return ConvGeometry(
         kernel=kernel,
-        stride=_setting(module, "stride"),
-        padding=_padding(_setting(module, "padding"), kernel, dilation),
+        stride=setting(module, "stride"),
+        padding=_padding(setting(module, "padding"), kernel, dilation),
         dilation=dilation,
-        groups=_setting(module, "groups"),
-        padding_mode=_setting(module, "padding_mode"),
+        groups=setting(module, "groups"),
+        padding_mode=setting(module, "padding_mode"),
         bias=bias,
     )
 
@@ -288,11 +289,13 @@ def _padding(
     return tuple((int(p), int(p)) for p in padding)
 
 
-def _batched(x: Tensor, spatial_dims: int) -> Tensor:
+def batched(x: Tensor, spatial_dims: int) -> Tensor:
+    """With a first dim for the batch, if it has none."""
     return x.unsqueeze(0) if x.dim() == spatial_dims + 1 else x
 
 
-def _setting(module: nn.Module, name: str) -> Any:
+def setting(module: nn.Module, name: str) -> Any:
+    """An option that a layer was made with."""
     return getattr(module, name)
 
 

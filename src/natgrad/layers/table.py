@@ -17,6 +17,7 @@ from natgrad.layers.norm import (
     SyncBatchNorm,
 )
 from natgrad.layers.options import LayerOptions
+from natgrad.layers.transposed import ConvTranspose
 
 COMPUTING = ("forward", "__call__", "_conv_forward")
 """Methods with which a subclass may compute something else than its parent."""
@@ -39,6 +40,9 @@ TABLE: dict[Key, Row | None] = {
     nn.Conv1d: Row(Conv),
     nn.Conv2d: Row(Conv),
     nn.Conv3d: Row(Conv),
+    nn.ConvTranspose1d: Row(ConvTranspose),
+    nn.ConvTranspose2d: Row(ConvTranspose),
+    nn.ConvTranspose3d: Row(ConvTranspose),
     nn.Embedding: Row(Embedding),
     nn.BatchNorm1d: Row(BatchNorm),
     nn.BatchNorm2d: Row(BatchNorm),

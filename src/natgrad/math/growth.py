@@ -26,6 +26,12 @@ def rows_at(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.unsqueeze(2).expand(-1, -1, x.shape[2]))
 
 
+def units(index: Tensor, like: Tensor) -> Tensor:
+    """``(s, k, m)``: the unit vectors that choose these rows of ``(s, m, n)``."""
+    zeros = like.new_zeros(*index.shape, like.shape[1])
+    return zeros.scatter_(2, index.unsqueeze(2), 1.0)
+
+
 def along(rows: Tensor, factor: Tensor) -> Tensor:
     """``tr(U X U^T)``: the curvature that a factor has along rows."""
     return (between(rows, factor, None) * rows).sum()

@@ -83,7 +83,8 @@ def values_on_right(values: Tensor, stack: int, columns: int) -> Tensor:
     """``(s, 1, n)``: eigenvalues of factors on the right, or of their parts."""
     parts = -(-columns // values.shape[-1])
     whole = values.reshape(len(values) // parts, 1, -1)[..., :columns]
-    return whole.repeat_interleave(stack // len(whole), 0)
+    shared = stack // len(whole)
+    return whole if shared == 1 else whole.repeat_interleave(shared, 0)
 
 
 def without_padding(x: Tensor, parts: int, padding: int) -> list[Tensor]:

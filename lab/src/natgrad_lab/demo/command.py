@@ -40,6 +40,8 @@ class Demo:
 def main(arguments: Sequence[str]) -> int:
     """Run the races and print what came out."""
     asked = tyro.cli(Demo, prog="natgrad demo", args=list(arguments))
+    if asked.steps is not None and asked.steps < 1:
+        raise UserError(f"Invalid steps={asked.steps}. Must be >= 1.")
     folder = runs.choose_folder("demo", asked.out)
     folder.mkdir(parents=True, exist_ok=True)
     print(
