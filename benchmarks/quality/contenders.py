@@ -20,6 +20,7 @@ from natgrad import (
     AverageGradients,
     EigenAdam,
     Every,
+    FixedNorm,
     MuonLength,
     Options,
     Orthogonal,
@@ -92,7 +93,13 @@ CONTENDERS: dict[str, Contender] = {
         rule=ACTIVATIONS,
         lrs=RATES,
         whole=replace(WHOLE, rule=replace(ACTIVATIONS, beta2=0.95)),
-        vocabulary=0.05,
+        vocabulary=0.1,
+    ),
+    "polar-fixed": Contender(
+        rule=ACTIVATIONS,
+        lrs=RATES,
+        whole=replace(WHOLE, decay=FixedNorm()),
+        vocabulary=0.1,
     ),
     "polar-0.9": Contender(
         rule=ACTIVATIONS,
