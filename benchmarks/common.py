@@ -37,7 +37,7 @@ import torch
 from natgrad_lab.train.run import git_state
 
 RESULTS = Path(__file__).parent / "results"
-CODE = (":/src", ":/benchmarks", ":(top,exclude)benchmarks/results")
+CODE = (":/src", ":/lab", ":/benchmarks", ":(top,exclude)benchmarks/results")
 PEERS = ("pytorch_optimizer", "kfac-pytorch", "asdl")
 PACKAGES = ("natgrad", "torch", "numpy", *PEERS)
 BASELINE = "SGD"

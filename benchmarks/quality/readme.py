@@ -62,7 +62,7 @@ def _cells(protocol: str, columns: Sequence[Sequence[float]]) -> list[str]:
             continue
         mean = statistics.mean(values)
         shown = f"{100 - mean:.1f}" if protocol == "airbench" else f"{mean:.3f}"
-        mark = "**" if _overlap(values, best) else ""
+        mark = "**" if len(best) > 1 and _overlap(values, best) else ""
         cells.append(f"{mark}{shown}{mark} ({len(values)})")
     return cells
 

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from natgrad import options as o
 from natgrad.capture.hooks import as_written
-from natgrad.capture.unwrap import unwrap
 from natgrad.checkpoint.optimizer_state import Uncopied, require_free, travel_with
 from natgrad.engine.engine import Engine
 from natgrad.engine.step import Directions, Updates
@@ -19,6 +18,7 @@ from natgrad.factors.refresh import Refresh
 from natgrad.layers import Block
 from natgrad.layers.block import require_known
 from natgrad.layers.split import Named, parameters_of
+from natgrad.layers.unwrap import unwrap
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy
 from natgrad.quadratic.hosts import coupled_decay, require_host
@@ -266,8 +266,8 @@ def _require_effect(options: Options) -> None:
         if value not in (usual, AUTO):  # which has an error of its own
             raise ValueError(
                 f"Invalid {name}={value!r} of KFAC: it would have no effect. Must be "
-                f"{usual!r}, the default: {name} is a matter of the optimizer that "
-                "KFAC preconditions for."
+                f"{usual!r}, the default: set {name} in the optimizer that KFAC "
+                "preconditions for."
             )
 
 

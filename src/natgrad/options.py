@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
+import torch
+
 from natgrad.distributed.options import CommOptions
 from natgrad.factors.budget import Budget
 from natgrad.factors.refresh import Every, Paced, Refresh
+from natgrad.math.precision import HALF
 from natgrad.plan import Strategy
 from natgrad.plan.strategies import FIRST_PLACEMENT, FIRST_STRATEGY
 from natgrad.quadratic.options import (
@@ -88,6 +91,9 @@ class Options:
         factor_decay: weight of the old value in the running average of a statistic, in
             [0, 1]. 0 keeps only the newest estimate; 1 forgets nothing, which makes it
             a sum instead of an average (Shampoo).
+        factor_precision: what activations and gradients are rounded to before they are
+            multiplied for a statistic: None (not at all), ``torch.bfloat16`` or
+            ``torch.float16``. Sums are float32 in any case.
         fisher: ``"empirical"`` uses the gradients of the training loss;
             ``"sampled"`` uses labels drawn from the model (`sampled_backward`).
         hessian: of the loss at the outputs, for what is ``"auto"``: ``"loss"``, that of
@@ -115,6 +121,14 @@ class Options:
             few and equal diagonal blocks as need be: of an input statistic whole
             channels, of a linear layer neighbouring inputs. None: no factor is cut;
             the papers cut none.
+        gather_inputs: under tensor parallelism, gather inputs that ranks have cut by
+            features, so that A is exact. False: each rank makes the A of its own
+            features, and what is between those of two ranks counts as zero.
+        matrices: how many matrices, of equally many rows, the weight of each linear
+            layer is: 3 for one that makes Q, K and V at once, 3 times the heads for
+            one matrix a head. They share one A. None: one matrix, and three for the
+            in-projection of `torch.nn.MultiheadAttention`. Mostly for a parameter
+            group: see `natgrad.groups`.
         strategy: how several ranks share the work: ``"factor_wise"``,
             ``"layer_wise"``, ``"spngd"``, ``natgrad.hybrid(fraction)``, or ``"auto"``:
             the one that the machine's profile says is fastest, printed with why and
@@ -140,6 +154,7 @@ class Options:
     damping: Damping | AutoDamping | Auto = 1e-3
     refresh: Refresh = field(default_factory=lambda: Paced(Every(10, 100, early=True)))
     factor_decay: float = 0.95
+    factor_precision: torch.dtype | None = None
     fisher: Fisher = "empirical"
     hessian: Hessian = "loss"
     loss: Loss = "mean"
@@ -152,6 +167,8 @@ class Options:
     # 128 channels of a 3x3 convolution. A third of a second for an eigendecomposition,
     # and an inverse, on a core of 2020; a factor of 4,608 takes 60 times that.
     largest_factor: int | None = 1152
+    matrices: int | None = None
+    gather_inputs: bool = True
     strategy: str | Strategy = FIRST_STRATEGY
     placement: str = FIRST_PLACEMENT
     profile: Profile | None = None
@@ -170,10 +187,17 @@ class Options:
             object.__setattr__(self, "damping", AutoDamping())
         self._require_numbers()
         require_hessian(self.hessian)
+        if self.factor_precision not in (None, *HALF):
+            raise ValueError(
+                f"Invalid factor_precision={self.factor_precision}. Must be in "
+                f"{(None, *HALF)}."
+            )
         if self.subsample is not None:
             require_count("subsample", self.subsample, also=", or None")
         if self.largest_factor is not None:
             require_count("largest_factor", self.largest_factor, also=", or None")
+        if self.matrices is not None:
+            require_count("matrices", self.matrices, also=", or None")
         if isinstance(self.skip, str) or not isinstance(self.skip, Collection):
             raise TypeError(
                 f"Invalid skip={self.skip!r}. Must be a collection of layer names."
@@ -208,6 +232,11 @@ class Options:
                 "LayerTrust() or Free()."
             )
         self._require_auto()
+        if self.rule.corrects and not self.gather_inputs:
+            raise ValueError(
+                f"Invalid gather_inputs=False with rule={self.rule!r}. Must be True: "
+                "its second moment is of whole inputs."
+            )
         if self.loss == "tokens" and self.sharing == "reduce":
             raise ValueError(
                 "Invalid sharing='reduce' with loss='tokens'. A reduced layer has no "
@@ -268,6 +297,7 @@ class Options:
             decay=self.decay,
             damping=damping,
             refresh=self.refresh,
+            matrices=self.matrices,
         )
 
 

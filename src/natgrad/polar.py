@@ -22,7 +22,7 @@ class Polar(SPNGD):
     of A::
 
         W W^T = (A + damping a I)^-1        a root of the damped inverse, by Cholesky
-        U     = polar(V W) W^T              all singular values of V W become 1
+        U     = polar(V W) W^T              all singular values of V W become about 1
         w    <- w - lr f |w0| U / |U|       w0 is the weight that training began with
 
     A learning rate of 0.03 moves w by 3% of what it was at the start. f is 1 as long as
@@ -44,7 +44,7 @@ class Polar(SPNGD):
 
     finds_rates: ClassVar[bool] = False
     defaults: ClassVar[Options] = Options(
-        rule=Orthogonal(sides="inputs"),
+        rule=Orthogonal(sides="inputs", iteration="few"),
         fallback=Adam(rate=0.2, beta2=0.999),
         length=LayerTrust(),
         average=AverageGradients(nesterov=True),

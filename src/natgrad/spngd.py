@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad import options as o
-from natgrad.capture.unwrap import unwrap
 from natgrad.checkpoint.momentum import (
     averages_of,
     gather_momentum,
@@ -27,6 +26,7 @@ from natgrad.factors.refresh import Adaptive, Every, Refresh
 from natgrad.layers import Block
 from natgrad.layers.block import require_known
 from natgrad.layers.registration import require_inside
+from natgrad.layers.unwrap import unwrap
 from natgrad.math import foreach
 from natgrad.math.shards import local
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts
@@ -147,13 +147,13 @@ class SPNGD(Inspectable, Optimizer):
             optimizer=self,
             agrees_on_overflow=True,
         )
-        own = self.engine.own_gradients
-        self._overflow = Overflow(self, grad_scaler, own=own)
+        self._overflow = Overflow(self, grad_scaler, own=self.engine.own_gradients)
         with self.engine.closing_on_error():
             require_inside(self.engine.model, self.param_groups)
             if asked.is_auto:
                 self._rates = Rates(self, asked, current, grad_scaler)
-        check = partial(require_momentum, self, self.engine)
+        tuned = isinstance(asked.momentum, str)  # "auto"
+        check = partial(require_momentum, self, self.engine.statistics, tuned)
         self._handles = travel_with(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
 
@@ -188,9 +188,9 @@ class SPNGD(Inspectable, Optimizer):
             with torch.enable_grad():
                 value = closure()
         if self.engine.only_initialises(self.param_groups):
-            keep_whole(self.state, self.engine)
-            kept = {id(p) for p in worked_on(self.engine, mine=True)}
-            for p, average in averages_of(self.engine):
+            keep_whole(self.state, self.engine.statistics)
+            kept = {id(p) for p in worked_on(self.engine.statistics, mine=True)}
+            for p, average in averages_of(self.engine.statistics):
                 if id(p) in kept:
                     average.velocity(self.state, p)
             return value
@@ -217,7 +217,7 @@ class SPNGD(Inspectable, Optimizer):
         left, noise = dict[int, float](), dict[str, float]()
         averaged = {n: g for n, g in gradients.items() if parts[n].average.keeps_mass}
         if self.engine.sharded:
-            keep_whole(self.state, self.engine)
+            keep_whole(self.state, self.engine.statistics)
         for group, average, params, grads in self._by_group(self._means(averaged)):
             m = float(group["momentum"])
             found = average.directions(self.state, params, grads, m)
@@ -259,7 +259,7 @@ class SPNGD(Inspectable, Optimizer):
     def _forget_gathered(self) -> None:
         """What a gather brought grows stale where this rank does not work."""
         many = self.engine.comm.world > 1
-        for p in worked_on(self.engine, mine=False) if many else ():
+        for p in worked_on(self.engine.statistics, mine=False) if many else ():
             self.state.pop(p, None)
 
     def _write_tuned(self, updates: dict[str, Tensor], present: frozenset[str]) -> None:
@@ -373,7 +373,7 @@ class SPNGD(Inspectable, Optimizer):
         self._gather_velocity()
 
     def _gather_velocity(self) -> None:
-        gather_momentum(self.state, self.engine)
+        gather_momentum(self.state, self.engine.statistics)
 
     def _group_of(self) -> dict[int, dict[str, Any]]:
         return {id(p): g for g in self.param_groups for p in g["params"]}

@@ -118,7 +118,7 @@ def test_every_way_to_make_a_batch_of_images_is_measured(tmp_path: Path):
     rows = images.measure(tmp_path, tmp_path / "cache", batch=2, threads=1, seconds=0)
     assert [row["rounds"] for row in rows[1:]] == [2] * 6
     assert all(row["cpu_ms"] > 0 for row in rows)
-    assert "The cache has 9.0 kB an image" in images.report(rows, 9000.0)
+    assert "The cache has 9.0 kB an image" in images.report(rows, [8000, 10_000])
 
 
 def test_a_cycle_makes_the_kinds_of_steps_it_names():
@@ -149,8 +149,6 @@ def test_phases_add_up_and_are_charged_where_they_belong():
     assert found[FULL]["inverses"] > 10 * found[STATISTICS]["inverses"]
     assert found[STATISTICS]["statistics"] > 3 * found[PLAIN]["statistics"]
     assert all(x > 0 for x in found[FULL].values())
-    for owner, name in (pair for table in phases.METHODS.values() for pair in table):
-        assert "wrapped" not in getattr(owner, name).__qualname__
 
 
 def test_polar_is_charged_for_its_update():
@@ -166,10 +164,9 @@ def test_a_contender_out_of_step_with_its_kinds_is_noticed():
 
 
 def test_nested_phases_are_not_counted_twice():
-    now = iter([0.0, 1.0, 4.0, 5.0])
-    watch = phases.Stopwatch(lambda: next(now))
-    watch.wrap(watch.wrap(lambda: None, "inner"), "outer")()
-    assert watch.seconds == {"outer": 2.0, "inner": 3.0}
+    found = {("step", ""): 5.0, ("refresh", ""): 2.0, ("invert", "a"): 1.5}
+    split = phases.split(9.0, {**found, ("estimate", "a"): 1.0})
+    assert list(split.values()) == [3.0, 1.5, 1.5, 0.0, 3.0]
 
 
 def test_peak_memory_is_that_of_what_lives_at_once():

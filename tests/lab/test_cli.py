@@ -68,6 +68,11 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--world", "100000000"], "Must be in [1, 65536]"),
         (["plan", "--world", "0"], "Must be in [1, 65536]"),
         (["simulate", "--world", "1", "100000000"], "Must be in [1, 65536]"),
+        (["demo", "--steps", "0"], "Invalid steps=0. Must be >= 1."),
+        (["calibrate", "--seconds", "-1"], "Invalid seconds=-1.0. Must be in (0, 60]."),
+        (["calibrate", "--worlds", "2", "1"], "Invalid worlds=(2, 1). Must be >= 2"),
+        (["calibrate", "--models", "lenet"], "Unknown model 'lenet'. Must be one of"),
+        (["calibrate", "--output", "/dev/null/x"], "/dev/null"),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -98,6 +103,12 @@ def test_a_study_stays_in_its_folder(
     [
         (["--batch", "0"], "Invalid batch=0"),
         (["--optimizer.lr", "-1"], "Invalid optimizer.lr=-1"),
+        (["--optimizer.lr", "inf"], "Invalid optimizer.lr=inf"),
+        (["--epochs", "inf"], "Invalid epochs=inf. Must be > 0 and finite."),
+        (["--timeout", "inf"], "Invalid timeout=inf"),
+        (["--threads", "99999999999"], "Invalid threads=99999999999"),
+        (["--curvature.bucket-mib", "inf"], "Invalid curvature.bucket_mib=inf"),
+        (["--model.name", "mlp", "--model.width", "3"], "mlp has no width"),
         (["--optimizer.lr", "fast"], "lr"),
         (["--optimizer.name", "adagrad"], "adagrad"),
         (["--no-such-setting", "1"], "no-such-setting"),

@@ -303,3 +303,25 @@ def test_the_pages_need_no_network(built: Path) -> None:
     loads = re.compile(r'<(?:script|link|img)\b[^>]*(?:src|href)="(?:\w+:)?//[^"]*')
     assert [found for text in pages.values() for found in loads.findall(text)] == []
     assert not any("\\frac" in text for text in pages.values())
+
+
+@pytest.mark.slow
+def test_links_to_headings_lead_to_one(built: Path) -> None:
+    """Sphinx is told not to warn of them: links to files outside of docs/ are fine."""
+    pages = {path.resolve(): path.read_text() for path in built.rglob("*.html")}
+    ids = {path: {*re.findall(r'\bid="([^"]+)"', x)} for path, x in pages.items()}
+    links = [
+        (path.parent / file if file else path, heading)
+        for path, text in pages.items()
+        for file, heading in re.findall(
+            r'<a class="ref[^>]* href="([^":#]*)#(.+?)"', text
+        )
+    ]
+    readme = prose(ROOT / "README.md")
+    links += [
+        (built / f"{file}.html", heading)
+        for file, heading in re.findall(r"\]\(docs/(.+?)\.md#(.+?)\)", readme)
+    ]
+    assert len(links) > 100
+    assert [x for x in links if x[1] not in ids.get(x[0].resolve(), ())] == []
+    assert not any('<span class="xref myst">' in text for text in pages.values())

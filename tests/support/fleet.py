@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.support.construct import construct
+from tests.support.world import plain_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -107,7 +108,7 @@ class Fleet:
                 fully_shard(module, mesh=mesh)
         elif wrapper:
             self.model = DistributedDataParallel(
-                self.plain, process_group=dist.new_group(timeout=limit)
+                self.plain, process_group=plain_group(timeout=limit)
             )
         if name == "kfac":
             self.optimizer: Any = torch.optim.SGD(

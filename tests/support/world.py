@@ -18,6 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.support.facts import starts_processes
+from torch.nn.parallel import DistributedDataParallel
+
+CHECKED = os.environ.get("TESTS_CHECK_COLLECTIVES", "") == "1"
+"""Whether torch compares each collective across ranks before it starts.
+
+As with TORCH_DISTRIBUTED_DEBUG=DETAIL, which would crash DDP in all processes that
+tests start: see `plain_group`. Ranks are then held in a barrier that nothing ends
+before the timeout, so worlds that lose a rank go without.
+"""
 
 _context = get_context("forkserver")
 # A natgrad optimizer imports torch._dynamo, which takes each process seconds.
@@ -41,18 +50,21 @@ def run_world(
     *args: Any,
     timeout: float = 60,
     may_die: Collection[int] = (),
+    checked: bool = True,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on ``world`` ranks and return their results.
 
     The default process group is gloo. The function and its arguments are pickled, so
     it must be at the top of a module. The first rank to fail raises RankError here and
     ends the others; after ``timeout`` seconds TimeoutError names who still runs.
-    Ranks in ``may_die`` may exit without a result, which is then None.
+    Ranks in ``may_die`` may exit without a result, which is then None. Say
+    ``checked=False`` if ranks start different collectives: see `CHECKED`.
     """
+    checked = CHECKED and checked and not may_die
     # The store lives here, so that it outlives whichever rank a test kills.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     task = pickle.dumps((function, args))
-    ranks = [_Rank(rank, world, store.port, task) for rank in range(world)]
+    ranks = [_Rank(rank, world, store.port, task, checked) for rank in range(world)]
     try:
         return _collect(ranks, time.monotonic() + timeout, may_die)
     finally:
@@ -61,11 +73,13 @@ def run_world(
 
 
 class _Rank:
-    def __init__(self, rank: int, world: int, port: int, task: bytes) -> None:
+    def __init__(
+        self, rank: int, world: int, port: int, task: bytes, checked: bool
+    ) -> None:
         self.rank = rank
         self.pipe, theirs = _context.Pipe(duplex=False)
-        target = (theirs, rank, world, port, task)
-        self.process = _context.Process(target=_main, args=target, daemon=True)
+        task_of_rank = (theirs, rank, world, port, task, checked)
+        self.process = _context.Process(target=_main, args=task_of_rank, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -102,10 +116,17 @@ def _collect(ranks: list[_Rank], deadline: float, may_die: Collection[int]) -> l
 
 
 def _main(
-    pipe: connection.Connection, rank: int, world: int, port: int, task: bytes
+    pipe: connection.Connection,
+    rank: int,
+    world: int,
+    port: int,
+    task: bytes,
+    checked: bool,
 ) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    if checked:
+        _check_collectives()
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         limit = timedelta(seconds=60)
@@ -122,3 +143,29 @@ def _main(
         dist.destroy_process_group()
     # A failed rank's threads may hang in gloo: leave without joining them.
     os._exit(0)
+
+
+def _check_collectives() -> None:
+    """Have torch check every group of this process but those of DDP."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    init = DistributedDataParallel.__init__
+
+    def with_plain_group(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs["process_group"] = kwargs.get("process_group") or plain_group()
+        init(self, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = with_plain_group
+
+
+def plain_group(**options: Any) -> Any:
+    """A group of all ranks that torch does not check, for DistributedDataParallel.
+
+    torch 2.13 crashes when DDP is made on a checked group of gloo: ``DDP(nn.Linear(3,
+    2))`` on two ranks ends with SIGSEGV in `Logger.set_construction_data_and_log`.
+    """
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    try:
+        return dist.new_group(**options)
+    finally:
+        dist.set_debug_level(level)

@@ -156,7 +156,7 @@ ZOO: dict[str, Member] = {
         build=net.UNet,
         data=data.noisy_pictures,
         loss=diffusion_loss,
-        others=("norm", "up", "leave_norm"),
+        others=("norm", "up.bias", "leave_norm"),
     ),
     "MobileNet": Member(
         build=net.mobile_net,
@@ -179,7 +179,7 @@ ZOO: dict[str, Member] = {
         build=net.Attention,
         data=data.bags,
         loss=class_loss,
-        others=("norm", "attention"),
+        others=("norm",),
     ),
     "GCN": Member(
         build=net.Graph,

@@ -24,25 +24,33 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("natgrad_lab.train.command:main", "train with a recipe"),
+    "train": Command(
+        "natgrad_lab.train.command:main", "train by a recipe, or resume a run"
+    ),
     "recipes": Command("natgrad_lab.recipes.command:main", "list the recipes"),
     "study": Command(
-        "natgrad_lab.study.command:main", "is a method worth it at large batch?"
+        "natgrad_lab.study.command:main",
+        "measure up to which batch a method saves steps",
     ),
-    "compare": Command("natgrad_lab.report.command:main", "put runs side by side"),
+    "compare": Command("natgrad_lab.report.command:main", "show runs side by side"),
     "inspect": Command(
-        "natgrad_lab.inspect.command:main", "a page on every layer of a run"
+        "natgrad_lab.inspect.command:main", "write a page on every layer of a run"
     ),
     "data": Command("natgrad_lab.data.command:main", "download data sets"),
-    "plan": Command("natgrad_lab.simulate.plan_command:main", "memory and traffic"),
+    "plan": Command(
+        "natgrad_lab.simulate.plan_command:main", "predict memory and traffic of a run"
+    ),
     "calibrate": Command(
-        "natgrad_lab.simulate.calibrate:main", "measure this machine into a profile"
+        "natgrad_lab.simulate.calibrate:main",
+        "measure this machine, for plan and simulate",
     ),
-    "simulate": Command("natgrad_lab.simulate.command:main", "a step on many ranks"),
-    "doctor": Command(
-        "natgrad_lab.doctor.command:main", "try every exchange on this cluster"
+    "simulate": Command(
+        "natgrad_lab.simulate.command:main", "predict the time of a step on many ranks"
     ),
-    "demo": Command("natgrad_lab.demo.command:main", "a tour on embedded data"),
+    "doctor": Command("natgrad_lab.doctor.command:main", "test this cluster"),
+    "demo": Command(
+        "natgrad_lab.demo.command:main", "train six optimizers on three small tasks"
+    ),
 }
 
 

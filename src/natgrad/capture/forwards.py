@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from natgrad.capture.sink import INPUTS, Sent
 from natgrad.layers import Block, Observed
-from natgrad.layers.block import StatisticSpec
+from natgrad.layers.layout import StatisticSpec
 from natgrad.math.packing import flatten, trace
 from natgrad.math.shards import local
-from natgrad.math.statistics import Rows, enough_stride, every_kth, widen
+from natgrad.math.statistics import Rows, widen
 
 Leaf = Callable[[], Tensor]
 Use = Literal["learned", "asked"]
@@ -102,7 +102,8 @@ class Forward:
         """Note the output of a layer."""
         assert block.kind is not None
         self.layers[block.kind.examples(module, output)] += 1
-        self.last = output.numel(), _features(block), block.kind.channel_dim
+        features = block.kind.features(module)
+        self.last = output.numel(), features, block.kind.channel_dim
 
     def examples(self) -> int:
         """See Note [Terms]."""
@@ -231,7 +232,8 @@ class Call:
 
     ``rows`` are the examples looked at, ``scale`` how many each stands for, ``sent``
     the statistic of its inputs if that has left. ``leaf`` finds the tensor that the
-    weight's gradient goes to. ``is_mine``: whether moments are made of it here.
+    weight's gradient goes to. ``is_mine``: whether moments are made of it here;
+    ``is_apart``: whether that of the inputs is, of the features that this rank has.
     """
 
     block: Block
@@ -244,6 +246,7 @@ class Call:
     scale: float
     observed: Observed
     is_mine: bool = True
+    is_apart: bool = False
     inputs: Tensor | None = None
     sent: Sent | None = None
     done: bool = False
@@ -253,6 +256,12 @@ class Call:
     def inputs_name(self) -> str:
         """The name of the statistic of its inputs."""
         return f"{self.block.name}/{INPUTS}"
+
+    def theirs(self, *, based: bool) -> Iterator[str]:
+        """The names of the statistics that a peer makes."""
+        for s in self.kinds(based=based):
+            if not (self.is_apart and s.kind == INPUTS):
+                yield s.name
 
     def kinds(self, *, based: bool) -> Iterator[StatisticSpec]:
         """The statistics that it adds to; S only if there are bases to have it in."""
@@ -278,12 +287,14 @@ class Call:
 class Captured:
     """The raw sums of a step, by statistic name, with what they are divided by.
 
-    ``step_terms`` are those of the whole step's loss, if a user has given them.
+    ``step_terms`` are those of the whole step's loss, if a user has given them;
+    ``members`` how many inputs each matrix had, where they are counted.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     calls: dict[str, int] = field(default_factory=dict[str, int])
     positions: dict[str, int] = field(default_factory=dict[str, int])
+    members: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     batches: list[MicroBatch] = field(default_factory=list[MicroBatch])
     step_terms: int | None = None
 
@@ -310,19 +321,21 @@ class Captured:
         if not any(batch is known for known in self.batches):
             self.batches.append(batch)
 
-    def add(self, name: str, moment: Tensor, positions: int) -> None:
+    def add(self, name: str, moment: Tensor, seen: Observed) -> None:
         """Let a statistic's sum grow; the moment is kept and may be written to."""
         if name in self.sums:
             self.sums[name].add_(moment)
         else:
             self.sums[name] = moment
-        self.note(name, positions)
+        self.note(name, seen)
 
-    def note(self, name: str, positions: int) -> None:
+    def note(self, name: str, seen: Observed) -> None:
         """Count a part of a statistic's sum."""
         if name.rpartition("/")[2] in POSITION_KINDS:
-            self.positions[name] = self.positions.get(name, 0) + positions
+            self.positions[name] = self.positions.get(name, 0) + seen.positions
         self.calls[name] = self.calls.get(name, 0) + 1
+        if seen.members is not None:
+            self.members[name] = seen.members + self.members.get(name, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,33 +380,5 @@ def _leaves(tree: Any) -> Iterator[Tensor | int]:
             yield from _leaves(leaf)
 
 
-def _features(block: Block) -> int:
-    """How many numbers a layer puts out at each position."""
-    if block.is_norm:
-        return block.parameters[0].numel()
-    return block.spec.stack * block.spec.rows
-
-
 def _listed(sizes: Any) -> str:
     return ", ".join(str(n) for n in sizes) or "unknown"
-
-
-def choose_rows(
-    block: Block,
-    module: nn.Module,
-    x: Tensor,
-    output: Tensor,
-    *,
-    subsample: int | None,
-    world: int,
-    seed: str,
-) -> tuple[Rows, float]:
-    """Every k-th example from a random start; ``world`` ranks see other ones."""
-    assert block.kind is not None
-    alike = x.dim() > 0 and output.dim() > 0 and len(x) == len(output) > 0
-    vectors = block.kind.vectors(module, output) if alike else 0
-    if not vectors:
-        return ..., 1.0
-    all_, largest = len(x) * world, block.spec.largest
-    stride = subsample or enough_stride(largest, all_, vectors)
-    return every_kth(len(x), stride, seed)

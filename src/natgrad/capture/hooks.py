@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.capture.attention import Projections
 from natgrad.layers import Block
 from natgrad.math.shards import is_shard, local
 
@@ -81,7 +82,7 @@ def require_unwatched(blocks: Sequence[Block]) -> None:
     if watched:
         raise RuntimeError(
             f"Layers {', '.join(watched)} are watched by another natgrad optimizer. "
-            "Must be by one at a time: close() the other first."
+            "A model has one natgrad optimizer at a time: close() the other first."
         )
 
 
@@ -141,6 +142,25 @@ class Hooks:
                 )
                 self._place(module, handle)
                 _WATCHED[module] = weakref.ref(self)
+        self._open: dict[nn.Module, Projections] = {}
+        self._place_on_attention(model, blocks)
+
+    def _place_on_attention(self, model: nn.Module, blocks: list[Block]) -> None:
+        """See Note [Projections of attention]."""
+        known: dict[nn.Module, Block] = {m: b for b in blocks for m in b.modules}
+        for module in model.modules():
+            if not isinstance(module, nn.MultiheadAttention):
+                continue
+            both: list[nn.Module] = [module, module.out_proj]
+            its = {m: known[m] for m in both if m in known}
+            if its:
+                before = partial(self._before_attention, its)
+                after = self._after_attention
+                self._place(
+                    module,
+                    module.register_forward_pre_hook(before),
+                    module.register_forward_hook(after, always_call=True),
+                )
 
     def _place(self, module: nn.Module, *handles: RemovableHandle) -> None:
         self._handles += handles
@@ -175,6 +195,21 @@ class Hooks:
         if self.watching:
             self._after_model(output)
 
+    def _before_attention(
+        self, its: dict[nn.Module, Block], module: nn.MultiheadAttention, _: Any
+    ) -> None:
+        def seen(owner: nn.Module, x: Tensor, y: Tensor) -> None:
+            if owner in its:
+                self._after_layer(its[owner], owner, (x,), {}, y)
+
+        if self.watching:
+            self._open[module] = Projections(module, seen)
+            self._open[module].__enter__()
+
+    def _after_attention(self, module: nn.Module, _: Any, output: Any) -> None:
+        if module in self._open:
+            self._open.pop(module).__exit__(None, None, None)
+
     def _layer_hook(
         self,
         block: Block,
@@ -183,7 +218,7 @@ class Hooks:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        if self.watching:
+        if self.watching and not isinstance(module, nn.MultiheadAttention):
             self._after_layer(block, module, args, kwargs, output)
 
 
@@ -257,11 +292,13 @@ def leaf_of(block: Block, module: nn.Module) -> Callable[[], Tensor]:
     """What finds, in a backward, the leaf that a weight's gradient goes to.
 
     Under `fully_shard` that is the whole weight, which a module has while it runs:
-    in its forward, unless it is itself what was sharded, and then in its backward.
+    in its forward, unless it is itself what was sharded, and then in its backward. Of a
+    parallel layer we are called before it is cut again.
     """
     assert block.kind is not None
     weight = block.kind.weight(module)
-    return partial(block.kind.weight, module) if is_shard(weight) else lambda: weight
+    later = is_shard(weight) and not block.is_parallel
+    return partial(block.kind.weight, module) if later else lambda: weight
 
 
 class Sentinel:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.checkpoint.state_dict import Kept
 from natgrad.distributed.communicator import Communicator
 from natgrad.factors.state import StatisticState
-from natgrad.layers import Block
+from natgrad.factors.statistics import Statistics
 from natgrad.math.inverse import Inverse
 from natgrad.plan import Plan
 from natgrad.plan.cost import inverse_shapes
@@ -21,20 +22,33 @@ from natgrad.rules.moments import Moment, Moments, moment_shape
 Share = Callable[[Tensor | None, int], Tensor]
 
 
-def gather(
-    states: list[StatisticState],
-    plan: Plan,
-    comm: Communicator,
-    like: Tensor,
-    *,
-    eigen: frozenset[str],
-) -> None:
-    """Fill ``states`` with what only owners keep. Collective.
+def gather(kept: Kept) -> None:
+    """Collective: give every rank what only owners and workers keep."""
+    if kept.statistics.comm.world > 1:
+        _gather_statistics(kept.statistics)
+        _gather_moments(kept.moments, kept.statistics)
+        _gather_references(kept.references, kept.statistics)
 
-    ``eigen`` names the statistics whose inverse is an eigendecomposition.
-    """
-    if comm.world == 1:
-        return
+
+def release(kept: Kept) -> None:
+    """Forget what a gather brought that this rank has no part in."""
+    plan, rank = kept.statistics.plan, kept.statistics.comm.rank
+    for s in kept.statistics.states.values():
+        parts = plan.parts_kept(s.spec.name, rank)
+        if "average" not in parts:
+            s.average, s.history = None, []
+        if "inverse" not in parts:
+            s.inverse = None
+    idle = [n for n in kept.moments.states if rank not in plan.workers[n]]
+    kept.moments.forget(idle)
+    for name, s in kept.references.states.items():
+        if rank not in plan.workers[name]:
+            s.usual, s.steps = None, 0
+
+
+def _gather_statistics(statistics: Statistics) -> None:
+    states, plan = list(statistics.states.values()), statistics.plan
+    comm, like = statistics.comm, statistics.like
     held = _held(states, plan, comm, like)
     for s, (average, inverse, history) in zip(states, held, strict=True):
         owner = plan.owners[s.spec.name]
@@ -46,25 +60,18 @@ def gather(
         if average:
             s.average = share(s.average, s.spec.packed)
         if inverse:
-            s.inverse = _share_inverse(s, share, s.spec.name in eigen)
+            s.inverse = _share_inverse(s, share, statistics.is_eigen(s))
         s.history = [
             share(s.history[i] if i < len(s.history) else None, s.spec.packed)
             for i in range(history)
         ]
 
 
-def gather_moments(
-    moments: Moments, blocks: list[Block], plan: Plan, comm: Communicator, like: Tensor
-) -> None:
-    """Put every block's second moment on every rank. Collective.
-
-    One that is cut as its parameter is stays so: torch gathers it as a parameter.
-    """
-    if comm.world == 1:
-        return
-    blocks = [b for b in blocks if not b.is_cut]
-    states = moments.states
-    first = {b.name: plan.workers[b.name][0] for b in blocks}
+def _gather_moments(moments: Moments, statistics: Statistics) -> None:
+    """One that is cut as its parameter is stays so: torch gathers it as a parameter."""
+    states, comm, like = moments.states, statistics.comm, statistics.like
+    blocks = [b for b in statistics.block.values() if not b.is_cut]
+    first = {b.name: statistics.plan.workers[b.name][0] for b in blocks}
     held = [
         states[b.name].steps if b.name in states and first[b.name] == comm.rank else 0
         for b in blocks
@@ -80,14 +87,11 @@ def gather_moments(
         states[block.name] = Moment(square=square, steps=steps)
 
 
-def gather_references(
-    references: References, plan: Plan, comm: Communicator, like: Tensor
-) -> None:
-    """Put the usual sizes of all layers' gradients on every rank. Collective."""
-    states = references.states
-    if comm.world == 1 or not states:
+def _gather_references(references: References, statistics: Statistics) -> None:
+    states, comm, like = references.states, statistics.comm, statistics.like
+    if not states:
         return
-    mine = [plan.workers[name][0] == comm.rank for name in states]
+    mine = [statistics.plan.workers[name][0] == comm.rank for name in states]
     held = [
         [0.0 if s.usual is None else float(s.usual), float(s.steps)]
         if here
@@ -115,39 +119,11 @@ def warn_partial(comm: Communicator) -> bool:
     if comm.rank == 0:
         warnings.warn(
             f"This state_dict has rank 0's part of the natgrad state of {comm.world} "
-            "ranks, which only rank 0 of as many can load. If not every rank saves its "
-            "own, call gather() on every rank before.",
+            "ranks, which only rank 0 of the same number of ranks can load. Unless "
+            "every rank saves its own part, call gather() on every rank before saving.",
             stacklevel=4,
         )
     return True
-
-
-def parts_kept(plan: Plan, statistic: str, rank: int) -> tuple[str, ...]:
-    """What of a statistic's saved tensors a rank goes on with: owners all of them."""
-    if plan.owners[statistic] == rank:
-        return ("average", "inverse", "history")
-    block = statistic.rpartition("/")[0]
-    return ("inverse",) if rank in plan.keepers(block) else ()
-
-
-def release(states: list[StatisticState], plan: Plan, rank: int) -> None:
-    """Forget what a gather brought of statistics that this rank has no part in."""
-    for s in states:
-        kept = parts_kept(plan, s.spec.name, rank)
-        if "average" not in kept:
-            s.average, s.history = None, []
-        if "inverse" not in kept:
-            s.inverse = None
-
-
-def release_workers(
-    moments: Moments, references: References, plan: Plan, rank: int
-) -> None:
-    """Forget what a gather brought of blocks that this rank does not work on."""
-    moments.forget([n for n in moments.states if rank not in plan.workers[n]])
-    for name, s in references.states.items():
-        if rank not in plan.workers[name]:
-            s.usual, s.steps = None, 0
 
 
 def _held(

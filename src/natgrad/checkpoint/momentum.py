@@ -10,40 +10,40 @@ from torch.optim import Optimizer
 
 from natgrad.checkpoint.optimizer_state import require_form, require_setting
 from natgrad.checkpoint.sharded import KEY
+from natgrad.factors.statistics import Statistics
 from natgrad.layers import Block
 from natgrad.math.shards import local
 from natgrad.math.statistics import widen
 from natgrad.rules.motion import MASS, VELOCITY, Average, State
 
 if TYPE_CHECKING:
-    from natgrad.engine.engine import Engine
     from natgrad.spngd import SPNGD
 
 
-def averages_of(engine: "Engine") -> Iterator[tuple[Tensor, Average]]:
+def averages_of(statistics: Statistics) -> Iterator[tuple[Tensor, Average]]:
     """Every parameter that is ours, with what its momentum is an average of."""
-    for block in engine.blocks:
+    for block in statistics.block.values():
         for p in () if block.is_foreign else block.parameters:
-            yield p, engine.parts[block.name].average
+            yield p, statistics.parts[block.name].average
 
 
-def gather_momentum(state: State, engine: "Engine") -> None:
+def gather_momentum(state: State, statistics: Statistics) -> None:
     """Collective: every rank gets the momentum of all parameters.
 
     But for what is cut as its parameter is, which torch gathers as a parameter.
     """
-    comm = engine.comm
+    comm, blocks = statistics.comm, statistics.block.values()
     if comm.world == 1:
         return
-    keep_whole(state, engine, everywhere=True)
-    cut = {id(p) for b in engine.blocks if _is_cut(engine, b) for p in b.parameters}
+    keep_whole(state, statistics, everywhere=True)
+    cut = {id(p) for b in blocks if _is_cut(statistics, b) for p in b.parameters}
     first = {
-        id(p): engine.plan.workers[block.name][0]
-        for block in engine.blocks
+        id(p): statistics.plan.workers[block.name][0]
+        for block in blocks
         for p in block.parameters
     }
     massive: list[Tensor] = []
-    for p, average in averages_of(engine):
+    for p, average in averages_of(statistics):
         if id(p) in cut:
             continue
         velocity = average.velocity(state, p).contiguous()
@@ -51,55 +51,66 @@ def gather_momentum(state: State, engine: "Engine") -> None:
         massive += [p] if average.keeps_mass else []
     if massive:
         held = [state[p][MASS] if first[id(p)] == comm.rank else 0.0 for p in massive]
-        masses = comm.agree(engine.like.new_tensor(held, dtype=torch.float64))
+        masses = comm.agree(statistics.like.new_tensor(held, dtype=torch.float64))
         for p, mass in zip(massive, masses.tolist(), strict=True):
             state[p][MASS] = mass
 
 
-def _is_cut(engine: "Engine", block: Block) -> bool:
+def _is_cut(statistics: Statistics, block: Block) -> bool:
     """Whether a block's momentum is cut as its parameters are, not whole on a worker.
 
     That of a sharded model's weights is. That of its gradients is whole where a rule
     is given a whole matrix.
     """
-    matrix = block.kind is not None and engine.parts[block.name].average.keeps_mass
-    return engine.sharded and not matrix
+    matrix = block.kind is not None and statistics.parts[block.name].average.keeps_mass
+    return _is_sharded(statistics) and not matrix
 
 
-def keep_whole(state: State, engine: "Engine", *, everywhere: bool = False) -> None:
+def _is_sharded(statistics: Statistics) -> bool:
+    return statistics.plan.gradients == "sharded"
+
+
+def keep_whole(
+    state: State, statistics: Statistics, *, everywhere: bool = False
+) -> None:
     """Begin the momentum of a sharded model that is whole on this rank."""
-    for block in engine.blocks if engine.sharded else ():
-        here = everywhere or engine.comm.rank in engine.plan.workers[block.name]
-        if here and not (block.is_foreign or _is_cut(engine, block)):
-            average = engine.parts[block.name].average
+    rank, blocks = statistics.comm.rank, statistics.block.values()
+    for block in blocks if _is_sharded(statistics) else ():
+        here = everywhere or rank in statistics.plan.workers[block.name]
+        if here and not (block.is_foreign or _is_cut(statistics, block)):
+            average = statistics.parts[block.name].average
             for p in block.parameters:
-                average.keep_whole(state, p, engine.like.new_empty(p.shape))
+                average.keep_whole(state, p, statistics.like.new_empty(p.shape))
 
 
-def worked_on(engine: "Engine", mine: bool) -> list[Tensor]:
+def worked_on(statistics: Statistics, mine: bool) -> list[Tensor]:
     """Of our parameters those whose momentum this rank keeps, or the others.
 
     That of parameters that it updates; of a sharded model's, of all that are cut.
     """
-    rank, workers = engine.comm.rank, engine.plan.workers
-    ours = [b for b in engine.blocks if not b.is_foreign]
+    rank, workers = statistics.comm.rank, statistics.plan.workers
+    ours = [b for b in statistics.block.values() if not b.is_foreign]
     blocks = [
-        b for b in ours if (rank in workers[b.name] or _is_cut(engine, b)) == mine
+        b for b in ours if (rank in workers[b.name] or _is_cut(statistics, b)) == mine
     ]
     return [p for b in blocks for p in b.parameters]
 
 
 def require_momentum(
-    optimizer: Optimizer, engine: "Engine", state: Mapping[str, Any]
+    optimizer: Optimizer,
+    statistics: Statistics,
+    tuned: bool,
+    state: Mapping[str, Any],
 ) -> None:
     """Raise unless the groups and the momentum that `SPNGD` saved can be gone on with.
 
     A rank needs the momentum only of what it works on; of the rest there may be none.
+    If it is ``tuned``, groups may have any number for it.
     """
-    idle = {id(p) for p in worked_on(engine, mine=False)}
-    masses = {id(p) for p, average in averages_of(engine) if average.keeps_mass}
+    idle = {id(p) for p in worked_on(statistics, mine=False)}
+    masses = {id(p) for p, average in averages_of(statistics) if average.keeps_mass}
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        if engine.tuner is None or not engine.tuner.finds_momentum:
+        if not tuned:
             require_setting(saved, "momentum", 1.0)
         require_setting(saved, "weight_decay", math.inf)
         for number, p in zip(saved["params"], own["params"], strict=True):
@@ -161,22 +172,22 @@ def take_momentum(optimizer: "SPNGD", state: Mapping[str, Any]) -> list[str]:
         The names of the parameters that have the saved momentum now.
     """
     require_form(state)
-    engine, entries = optimizer.engine, _by_name(state)
-    if engine.sharded:
+    statistics, entries = optimizer.engine.statistics, _by_name(state)
+    if _is_sharded(statistics):
         raise ValueError(
             "take_momentum is for models that are whole on every rank. Must be so: "
             "take the momentum before fully_shard, and load it by "
             "torch.distributed.checkpoint."
         )
-    _require_whole(state, engine.comm.world)
+    _require_whole(state, statistics.comm.world)
     own = dict(_named(optimizer.param_groups))
     if set(own) != set(entries):
         raise ValueError(
             "The saved optimizer state is of other parameters: "
             f"{sorted(set(own) ^ set(entries))[:5]} are in one only. Must be the same."
         )
-    averages = {id(p): average for p, average in averages_of(engine)}
-    mine = {id(p) for p in worked_on(engine, mine=True)}
+    averages = {id(p): average for p, average in averages_of(statistics)}
+    mine = {id(p) for p in worked_on(statistics, mine=True)}
     taken: dict[str, Mapping[str, Any]] = {}
     for name, p in own.items():
         entry = entries[name]

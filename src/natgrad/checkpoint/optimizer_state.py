@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor
@@ -10,15 +10,24 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.checkpoint.sharded import KEY, collect, spread, torch_asks
+from natgrad.checkpoint.state_dict import Kept
 from natgrad.rules.parts import NAMES
 
-if TYPE_CHECKING:
-    from natgrad.engine.engine import Engine
+
+class Passenger(Protocol):
+    """What has a state of its own: an engine."""
+
+    closed: bool
+
+    def kept(self) -> Kept: ...
+    def state_dict(self, *, warn: bool = True) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
 
 Check = Callable[[Mapping[str, Any]], None]
 _COPIER = "__reduce_ex__"
 """What `copy` and `pickle` ask an object for, before its class."""
-_PASSENGERS: WeakKeyDictionary[Optimizer, "ref[Engine]"] = WeakKeyDictionary()
+_PASSENGERS: WeakKeyDictionary[Optimizer, "ref[Passenger]"] = WeakKeyDictionary()
 
 
 def require_free(optimizer: Optimizer | None) -> None:
@@ -35,8 +44,8 @@ def require_free(optimizer: Optimizer | None) -> None:
         )
 
 
-def _open(engine: "ref[Engine] | None") -> bool:
-    found = None if engine is None else engine()
+def _open(passenger: "ref[Passenger] | None") -> bool:
+    found = None if passenger is None else passenger()
     return found is not None and not found.closed
 
 
@@ -72,9 +81,9 @@ class Uncopied:
 
 
 def travel_with(
-    optimizer: Optimizer, engine: "Engine", check: Check | None = None
+    optimizer: Optimizer, passenger: Passenger, check: Check | None = None
 ) -> list[RemovableHandle]:
-    """Add the engine's state under a key of its own, and take it out on loading.
+    """Add a passenger's state under a key of its own, and take it out on loading.
 
     ``check`` raises if the optimizer's own part of a state is not as it must be; it is
     called before anything is loaded.
@@ -86,8 +95,8 @@ def travel_with(
 
     def save(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if torch_asks():
-            return {**state, "state": _filed(optimizer, engine, state)}
-        return {**state, KEY: engine.state_dict()}
+            return {**state, "state": _filed(optimizer, passenger, state)}
+        return {**state, KEY: passenger.state_dict()}
 
     def load(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         _require_groups(optimizer, state)
@@ -99,12 +108,14 @@ def travel_with(
                 f"The saved optimizer state has no {KEY!r} entry: it was saved without "
                 "natgrad. Load it before constructing natgrad.KFAC."
             )
-        engine.load_state_dict(state[KEY] if KEY in state else collect(engine, filed))
+        statistics = passenger.kept().statistics
+        mine = state[KEY] if KEY in state else collect(statistics, filed)
+        passenger.load_state_dict(mine)
         own = {name: part for name, part in state.items() if name != KEY}
         groups = _with_own_parts(optimizer, state["param_groups"])
         return {**own, "param_groups": groups, "state": _without(state["state"])}
 
-    _PASSENGERS[optimizer] = ref(engine)
+    _PASSENGERS[optimizer] = ref(passenger)
     return [
         optimizer.register_state_dict_post_hook(save),
         optimizer.register_load_state_dict_pre_hook(load),
@@ -112,10 +123,11 @@ def travel_with(
 
 
 def _filed(
-    optimizer: Optimizer, engine: "Engine", state: dict[str, Any]
+    optimizer: Optimizer, passenger: Passenger, state: dict[str, Any]
 ) -> dict[Any, Any]:
     """Every parameter's state, with statistics; torch misses those that have none."""
-    spread_out = spread(engine)
+    # every rank's part is asked for
+    spread_out = spread(passenger.kept(), passenger.state_dict(warn=False))
     filed: dict[Any, Any] = {}
     for number, p in _numbered(optimizer, state):
         extra = {KEY: spread_out[id(p)]} if id(p) in spread_out else {}

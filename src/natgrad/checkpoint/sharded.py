@@ -13,22 +13,20 @@ whole, and needs no more than that when the state comes back under another plan.
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from natgrad.checkpoint.gather import parts_kept
+from natgrad.checkpoint.state_dict import Kept
 from natgrad.distributed.shards import as_parameter, part_here
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import StatisticState
+from natgrad.factors.statistics import Statistics
 from natgrad.layers import Block
 from natgrad.math.shards import is_shard, local
 from natgrad.plan.cost import inverse_shapes
 from natgrad.rules.lengths import has_reference
-
-if TYPE_CHECKING:
-    from natgrad.engine.engine import Engine
 
 KEY = "natgrad"
 REST = "rest"
@@ -54,71 +52,78 @@ def torch_asks() -> bool:
     return False
 
 
-def spread(engine: "Engine") -> dict[int, dict[str, Any]]:
+def spread(kept: Kept, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """By ``id`` of a block's first parameter: what this rank keeps of its statistics.
 
-    The first block also has the rest: the step, and what is not of one statistic.
+    The first block also has the rest of a ``state_dict``: the step, and what is not of
+    one statistic.
     """
     saved: dict[int, dict[str, Any]] = {}
-    for block in engine.blocks:
+    for block in kept.statistics.block.values():
         names = [s.name for s in block.spec.statistics]
-        filed = {name: _file(engine, name) for name in names}
-        filed |= _file_moment(engine, block)
-        filed |= _file_reference(engine, block)
+        filed = {name: _file(kept, name) for name in names}
+        filed |= _file_moment(kept, block)
+        filed |= _file_reference(kept, block)
         if filed or not saved:
             saved[id(block.parameters[0])] = filed
     own = ("statistics", "moments", "references")
-    state = engine.state_dict(warn=False)  # every rank's part is asked for
     rest = {k: v for k, v in state.items() if k not in own}
     next(iter(saved.values()))[REST] = {**rest, "part": None}
     return saved
 
 
-def collect(engine: "Engine", filed: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def collect(
+    statistics: Statistics, filed: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Undo `spread`: what `Engine.load_state_dict` takes."""
-    statistics: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     moments: dict[str, Any] = {}
     references: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for entry in filed:
         rest |= entry.get(REST, {})
         for name in entry.keys() - {REST}:
-            if name in engine.statistics.states:
-                statistics[name] = _unfile(engine, name, entry[name])
+            if name in statistics.states:
+                states[name] = _unfile(statistics, name, entry[name])
             elif name.endswith(MOMENT) and not entry[name]["steps"].isnan():
                 steps = int(entry[name]["steps"])
-                block = engine.block[name.removesuffix(MOMENT)]
+                block = statistics.block[name.removesuffix(MOMENT)]
                 square = _unfile_square(block, entry[name]["square"])
                 moments[block.name] = {"square": square, "steps": steps}
             elif name.endswith(START) and not entry[name].isnan():
                 usual = entry.get(name.removesuffix(START) + USUAL)
                 reference = _unfile_reference(entry[name], usual)
                 references[name.removesuffix(START)] = reference
-    known = {"statistics": statistics, "moments": moments, "references": references}
+    known = {"statistics": states, "moments": moments, "references": references}
     return rest | known
 
 
-def _file(engine: "Engine", name: str) -> dict[str, Any]:
-    s = engine.statistics.states[name]
-    kept = parts_kept(engine.plan, name, engine.comm.rank)
-    if engine.gathered:
-        kept = ("average", "inverse", "history")
+def _file(kept: Kept, name: str) -> dict[str, Any]:
+    statistics, s = kept.statistics, kept.statistics.states[name]
+    here = statistics.plan.parts_kept(name, statistics.comm.rank)
+    if kept.gathered:
+        here = ("average", "inverse", "history")
     filed: dict[str, Any] = {"numbers": _numbers(s)}
-    for part, shapes in _shapes(engine, s).items():
-        if part in kept:
-            filed[part] = _filled(engine.like, _held(s, part), shapes)
+    for part, shapes in _shapes(statistics, s).items():
+        if part in here:
+            filed[part] = _filled(statistics.like, _held(s, part), shapes)
     return filed
 
 
-def _file_moment(engine: "Engine", block: Block) -> dict[str, Any]:
+def _works(kept: Kept, block: Block) -> bool:
+    """Whether this rank has what only workers keep of a block."""
+    statistics = kept.statistics
+    return kept.gathered or statistics.comm.rank in statistics.plan.workers[block.name]
+
+
+def _file_moment(kept: Kept, block: Block) -> dict[str, Any]:
     """A block's second moment, on the ranks that keep it, if its rule has one."""
-    works = engine.comm.rank in engine.plan.workers[block.name]
     shape = block.rule.moment_shape(block.shape)
-    if shape is None or not (works or engine.gathered):
+    if shape is None or not _works(kept, block):
         return {}
-    state = engine.moments.states.get(block.name)
+    state, like = kept.moments.states.get(block.name), kept.statistics.like
     if state is None:
-        square, steps = engine.like.new_full(shape, float("nan")), float("nan")
+        square, steps = like.new_full(shape, float("nan")), float("nan")
     else:
         square, steps = state.square, float(state.steps)
     if block.kind is None:  # of a sharded model each rank has its part of it
@@ -137,15 +142,15 @@ def _unfile_square(block: Block, square: Tensor) -> Tensor:
     return mine.reshape(block.shape) if fits else mine
 
 
-def _file_reference(engine: "Engine", block: Block) -> dict[str, Any]:
+def _file_reference(kept: Kept, block: Block) -> dict[str, Any]:
     """The norm that a weight began with; and, on workers, how large gradients are."""
     if not has_reference(block):
         return {}
-    state = engine.references.states.get(block.name)
-    unknown = engine.like.new_full((), float("nan"))
+    state = kept.references.states.get(block.name)
+    unknown = kept.statistics.like.new_full((), float("nan"))
     start = unknown if state is None else state.start
     filed: dict[str, Any] = {f"{block.name}{START}": start}
-    if engine.gathered or engine.comm.rank in engine.plan.workers[block.name]:
+    if _works(kept, block):
         # a load fills both: they must not be one tensor
         size, steps = unknown.clone(), torch.tensor(float("nan"))
         if state is not None and state.usual is not None:
@@ -161,12 +166,14 @@ def _unfile_reference(start: Tensor, usual: Mapping[str, Tensor] | None) -> Any:
     return found
 
 
-def _shapes(engine: "Engine", s: StatisticState) -> dict[str, list[tuple[int, ...]]]:
+def _shapes(
+    statistics: Statistics, s: StatisticState
+) -> dict[str, list[tuple[int, ...]]]:
     """Of every tensor that may ever be kept of a statistic."""
-    watched = engine.parts[s.spec.block].refresh.tolerance is not None
+    watched = statistics.parts[s.spec.block].refresh.tolerance is not None
     return {
         "average": [(s.spec.packed,)],
-        "inverse": inverse_shapes(s.spec, engine.statistics.is_eigen(s)),
+        "inverse": inverse_shapes(s.spec, statistics.is_eigen(s)),
         "history": [(s.spec.packed,)] * (2 if watched else 0),
     }
 
@@ -189,13 +196,15 @@ def _numbers(s: StatisticState) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _unfile(engine: "Engine", name: str, filed: Mapping[str, Any]) -> dict[str, Any]:
-    spec = engine.statistics.states[name].spec
-    missing = set(parts_kept(engine.plan, name, engine.comm.rank)) - filed.keys()
+def _unfile(
+    statistics: Statistics, name: str, filed: Mapping[str, Any]
+) -> dict[str, Any]:
+    spec, rank = statistics.states[name].spec, statistics.comm.rank
+    missing = set(statistics.plan.parts_kept(name, rank)) - filed.keys()
     if missing:
         raise ValueError(
             f"The saved state has no {' and '.join(sorted(missing))} of {name!r}, "
-            f"which rank {engine.comm.rank} needs: it is another rank's part. Must be "
+            f"which rank {rank} needs: it is another rank's part. Must be "
             "whole: call gather() on every rank before it is saved."
         )
     values: list[float] = filed["numbers"].tolist()

@@ -12,26 +12,25 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from natgrad.checkpoint.gather import parts_kept
 from natgrad.factors.budget import Books, Cost
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import require_part, require_version
 from natgrad.plan.cost import inverse_shapes
 
 if TYPE_CHECKING:
-    from natgrad.engine.machinery import Machinery
+    from natgrad.factors.statistics import Statistics
 
 _AT_LEAST_ONE = ("interval", "previous")
 _ENTRY = ("average", "inverse", "history", "mean_eigenvalue", "estimated", "failures")
 
 
-def require_state(state: Any, engine: "Machinery", part: Sequence[Any]) -> None:
+def require_state(state: Any, statistics: "Statistics", part: Sequence[Any]) -> None:
     """Raise a ValueError that names the first thing that is not as it must be."""
     _require_ours(state)
     # before the keys, which other versions have others of
     require_version(state["version"])
     _require_keys("state", state, ("step", "statistics", "calls", "moments"))
-    _require_rules(state.get("rules"), engine)
+    _require_rules(state.get("rules"), statistics)
     saved = state.get("part")
     if saved is not None and not (isinstance(saved, list | tuple) and len(saved) == 3):
         _refuse("part", saved, "None, or a rank, the number of ranks and a plan")
@@ -45,15 +44,15 @@ def require_state(state: Any, engine: "Machinery", part: Sequence[Any]) -> None:
     for name, entry in _dict("references", state.get("references", {})).items():
         _require_reference(f"references[{name!r}]", entry)
     for name, entry in _dict("statistics", state["statistics"]).items():
-        if name in engine.statistics.states:
-            _require_statistic(engine, name, entry)
+        if name in statistics.states:
+            _require_statistic(statistics, name, entry)
     _require_budget(state.get("budget"))
 
 
-def _require_rules(saved: Any, engine: "Machinery") -> None:
+def _require_rules(saved: Any, statistics: "Statistics") -> None:
     """Factors are prepared for one rule, and its moments are in its bases."""
     rules = _dict("rules", saved)
-    for block in engine.blocks:
+    for block in statistics.block.values():
         known = _dict(f"rules[{block.name!r}]", rules.get(block.name, {}))
         if known and repr(known) != repr(block.rule.spec()):  # it may hold anything
             raise ValueError(
@@ -73,10 +72,10 @@ def _require_ours(state: Any) -> None:
         _refuse("state", f"a dict of {found}...", f"{legal}, which has a version")
 
 
-def _require_statistic(engine: "Machinery", name: str, entry: Any) -> None:
+def _require_statistic(statistics: "Statistics", name: str, entry: Any) -> None:
     where = f"statistics[{name!r}]"
     _require_keys(where, entry, (*_ENTRY, "quarantined", "timing", "stack", "size"))
-    s = engine.statistics.states[name]
+    s = statistics.states[name]
     for key in ("failures", "quarantined", "stack", "size"):
         _require_count(f"{where}.{key}", entry[key])
     if (entry["stack"], entry["size"]) != (s.spec.stack, s.spec.size):
@@ -92,9 +91,9 @@ def _require_statistic(engine: "Machinery", name: str, entry: Any) -> None:
         _refuse(f"{where}.history", history, "a list of at most two tensors")
     _require_tensors(f"{where}.history", history, packed * len(history))
     if entry["inverse"] is not None:
-        shapes = inverse_shapes(s.spec, engine.statistics.is_eigen(s))
+        shapes = inverse_shapes(s.spec, statistics.is_eigen(s))
         _require_tensors(f"{where}.inverse", entry["inverse"], shapes)
-    owned = "average" in parts_kept(engine.plan, name, engine.comm.rank)
+    owned = "average" in statistics.plan.parts_kept(name, statistics.comm.rank)
     # under `Budget` and `watch` one is kept that nothing else needs any more
     if owned and entry["estimated"] and not average:
         _refuse(f"{where}.average", None, "there if it was estimated")

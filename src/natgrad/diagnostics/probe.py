@@ -20,8 +20,8 @@ from natgrad.math.spectrum import POINTS
 from natgrad.plan import EXCHANGES
 
 if TYPE_CHECKING:
-    from natgrad.engine.engine import Engine
     from natgrad.factors.state import StatisticState
+    from natgrad.factors.statistics import Statistics
     from natgrad.layers import Block
 
 Record = dict[str, Any]
@@ -36,10 +36,10 @@ BLOCK = ("gradient", "update", "product", "moved", "weight", "precondition")
 
 
 class Probe:
-    """Looks at an engine's blocks every ``every`` steps.
+    """Looks at blocks and their statistics every ``every`` steps.
 
     Args:
-        engine: what to look at.
+        statistics: what to look at.
         every: steps between looks; the first step is looked at.
         rate: gives the learning rate.
         sink: called with each record on rank 0.
@@ -47,30 +47,31 @@ class Probe:
 
     def __init__(
         self,
-        engine: "Engine",
+        statistics: "Statistics",
         every: int,
         rate: Callable[[], float],
         sink: Sink | None = None,
     ) -> None:
-        self.engine = engine
+        self.statistics = statistics
         self.every = every
         self.sink = sink
         self.record: Record = {}
         self._rate = rate
-        self._reader, self._since = Reader(engine.meter), engine.meter.clock()
-        self._last = engine.step - 1
+        meter = statistics.meter
+        self._reader, self._since = Reader(meter), meter.clock()
+        self._last = statistics.step - 1
         self._before = self._counts()
         self._sent = self._traffic()
         self._weights: dict[str, Tensor] = {}
         self._known: dict[str, tuple[tuple[int, int], Tensor]] = {}
         self._norms: dict[str, Tensor] = {}
-        states = engine.statistics
-        states.changes = {} if states.changes is None else states.changes
+        if statistics.changes is None:
+            statistics.changes = {}
 
     @property
     def looks(self) -> bool:
         """Whether the step that is running is one to look at."""
-        return self.engine.step % self.every == 0
+        return self.statistics.step % self.every == 0
 
     def note(
         self, gradients: Mapping[str, Tensor], updates: Mapping[str, Tensor]
@@ -88,43 +89,43 @@ class Probe:
         """At the end of a step: make a record of it if it is one to look at."""
         if not self.looks:
             return
-        engine, now = self.engine, self.engine.meter.clock()
+        comm, now = self.statistics.comm, self.statistics.meter.clock()
         told, shape = self._tell(now)
-        total = engine.comm.agree(told) if engine.comm.world > 1 else told
+        total = comm.agree(told) if comm.world > 1 else told
         self.record = self._assemble(total.cpu(), shape)
-        self._norms, self._since, self._last = {}, now, engine.step
+        self._norms, self._since, self._last = {}, now, self.statistics.step
         self._before, self._sent = self._counts(), self._traffic()
-        if self.sink is not None and engine.comm.rank == 0:
+        if self.sink is not None and comm.rank == 0:
             self.sink(self.record)
 
     # -- what this rank knows ---------------------------------------------------------
 
     def _tell(self, now: float) -> tuple[Tensor, tuple[list[str], list[str]]]:
-        engine, seconds = self.engine, self._reader.take()
-        states = engine.statistics.states
+        all_of, seconds = self.statistics, self._reader.take()
+        states, blocks = all_of.states, all_of.block.values()
         host = [now - self._since, *(phase_sum(seconds, phase) for phase in TIMES)]
         sent = self._traffic()
         host += [sent[name] - self._sent[name] for name in EXCHANGES]
-        parts = [engine.like.new_tensor(host, dtype=torch.float64)]
+        parts = [all_of.like.new_tensor(host, dtype=torch.float64)]
         for name, s in states.items():
-            mine = engine.plan.owners[name] == engine.comm.rank
+            mine = all_of.plan.owners[name] == all_of.comm.rank
             parts.append(self._spectrum(s) if mine else parts[0].new_zeros(SUMMARY))
-            change = (engine.statistics.changes or {}).get(name) if mine else None
+            change = (all_of.changes or {}).get(name) if mine else None
             times = [seconds.get((phase, name), 0.0) for phase in STATISTIC[1:3]]
             known = parts[0].new_tensor([0.0, *times, s.bytes()])
             parts.append(known if change is None else _put(known, change))
-        for block in engine.blocks:
+        for block in blocks:
             spent = seconds.get(("precondition", block.name), 0.0)
             parts.append(torch.cat((self._motion(block), parts[0].new_tensor([spent]))))
-        return torch.cat(parts), (list(states), [b.name for b in engine.blocks])
+        return torch.cat(parts), (list(states), [b.name for b in blocks])
 
     def _spectrum(self, s: "StatisticState") -> Tensor:
         """Computed only for what was refreshed since the last look."""
-        statistics, version = self.engine.statistics, (s.timing.refreshed, 0)
+        statistics, version = self.statistics, (s.timing.refreshed, 0)
         if statistics.is_eigen(s) and s.inverse is not None:
             version = (0, s.timing.inverted)
         elif s.average is None:
-            return self.engine.like.new_zeros(SUMMARY, dtype=torch.float64)
+            return statistics.like.new_zeros(SUMMARY, dtype=torch.float64)
         kept = self._known.get(s.spec.name)
         if kept is None or kept[0] != version:
             # the eigenvalues (s, n) of a decomposition are there already
@@ -136,9 +137,9 @@ class Probe:
 
     def _motion(self, block: "Block") -> Tensor:
         """Norms, and how far a sample of the weights went since the last look."""
-        engine = self.engine
-        first = engine.plan.workers[block.name][0] == engine.comm.rank
-        result = engine.like.new_zeros(len(BLOCK) - 1, dtype=torch.float64)
+        plan, comm = self.statistics.plan, self.statistics.comm
+        first = plan.workers[block.name][0] == comm.rank
+        result = self.statistics.like.new_zeros(len(BLOCK) - 1, dtype=torch.float64)
         if not first:
             return result
         if block.name in self._norms:
@@ -151,18 +152,18 @@ class Probe:
         return result
 
     def _counts(self) -> dict[str, tuple[int, int]]:
-        states = self.engine.statistics.states.items()
+        states = self.statistics.states.items()
         return {name: (s.timing.refreshed, s.timing.inverted) for name, s in states}
 
     def _traffic(self) -> dict[str, int]:
-        total = self.engine.comm.traffic()["total"]
+        total = self.statistics.comm.traffic()["total"]
         return {name: total.get(name, {"sent": 0})["sent"] for name in EXCHANGES}
 
     # -- what all ranks know ----------------------------------------------------------
 
     def _assemble(self, total: Tensor, shape: tuple[list[str], list[str]]) -> Record:
-        engine, names = self.engine, shape[0]
-        steps, world = engine.step - self._last, engine.comm.world
+        all_of, names = self.statistics, shape[0]
+        steps, world = all_of.step - self._last, all_of.comm.world
         head, rest = total[: 1 + len(TIMES)], total[1 + len(TIMES) :]
         sent, rest = rest[: len(EXCHANGES)], rest[len(EXCHANGES) :]
         width = SUMMARY + len(STATISTIC)
@@ -176,7 +177,7 @@ class Probe:
         blocks: dict[str, Record] = {}
         for name, values in zip(shape[1], by_block.tolist(), strict=True):
             # an S is the spectrum of the whole block in other words, and no factor
-            specs = [s for s in engine.block[name].spec.statistics if s.kind != "S"]
+            specs = [s for s in all_of.block[name].spec.statistics if s.kind != "S"]
             parts = [(statistics[s.name], by_statistic[s.name]) for s in specs]
             found: dict[str, float] = dict(zip(BLOCK, values, strict=True))
             blocks[name] = {
@@ -184,9 +185,9 @@ class Probe:
                 **self._step(found),
                 **self._shares(name, found, by_statistic, steps, seconds["all"], kept),
             }
-        account = engine.statistics.account
+        account = all_of.account
         record: Record = {
-            "step": engine.step,
+            "step": all_of.step,
             "steps": steps,
             "world": world,
             "lr": self._rate(),
@@ -201,7 +202,7 @@ class Probe:
         return _finite(record)
 
     def _statistic(self, name: str, row: Tensor) -> Record:
-        s, step = self.engine.statistics.states[name], self.engine.step
+        s, step = self.statistics.states[name], self.statistics.step
         largest, smallest, mean, square = row[:4].tolist()
         change, *_, kept = row[SUMMARY:].tolist()
         t, before = s.timing, self._before[name]
@@ -219,7 +220,7 @@ class Probe:
             "next": t.statistics_at - step,
             "refreshed": t.refreshed - before[0],
             "inverted": t.inverted - before[1],
-            "packed_bytes": s.spec.packed * self.engine.like.element_size(),
+            "packed_bytes": s.spec.packed * self.statistics.like.element_size(),
             "bytes": int(kept),
         }
 
@@ -239,7 +240,7 @@ class Probe:
             "median": spectrum.product_quantile(right, left),
             "smallest": smallest,
             "effective_rank": math.prod(s["effective_rank"] for s in found),
-            "size": self.engine.block[name].spec.elements,
+            "size": self.statistics.block[name].spec.elements,
             "condition": (largest + damping) / least if least else math.inf,
             "damping": damping,
             "damping_ratio": damping / largest if largest else math.nan,
@@ -257,7 +258,7 @@ class Probe:
 
         NaN for an ``"adaptive"`` rule, which adds to roots of second moments.
         """
-        statistics, block = self.engine.statistics, self.engine.block[name]
+        statistics, block = self.statistics, self.statistics.block[name]
         states = [statistics.states[s.name] for s in block.spec.statistics]
         if block.rule.adapts:
             return math.nan
@@ -290,11 +291,11 @@ class Probe:
         kept: int,
     ) -> Record:
         """A step's seconds and bytes: estimates by rank, inversions by owner."""
-        engine = self.engine
-        world, workers = engine.comm.world, engine.plan.workers[name]
+        statistics = self.statistics
+        world, workers = statistics.comm.world, statistics.plan.workers[name]
         seconds = found["precondition"] / len(workers)
         held = 0.0
-        specs = engine.block[name].spec.statistics
+        specs = statistics.block[name].spec.statistics
         for spec in specs:
             _, estimate, invert, size = rows[spec.name][SUMMARY:].tolist()
             seconds += estimate / world + invert
@@ -310,18 +311,18 @@ class Probe:
 
     def _moved(self, name: str) -> int:
         """Bytes on the links since the last look, all ranks together, as planned."""
-        engine, steps = self.engine, self.engine.step - self._last
+        all_of, steps = self.statistics, self.statistics.step - self._last
         times = {"reduce_gradients": {name: steps}, "share_updates": {name: steps}}
         times |= {"reduce_statistics": {}, "share_inverses": {}}
-        for spec in engine.block[name].spec.statistics:
-            t, before = engine.statistics.states[spec.name].timing, self._before
+        for spec in all_of.block[name].spec.statistics:
+            t, before = all_of.states[spec.name].timing, self._before
             times["reduce_statistics"][spec.name] = t.refreshed - before[spec.name][0]
             times["share_inverses"][spec.name] = t.inverted - before[spec.name][1]
         total = 0
         for exchange, counts in times.items():
-            wire = engine.comm.options.wire_dtype(exchange, engine.like.dtype)
+            wire = all_of.comm.options.wire_dtype(exchange, all_of.like.dtype)
             size = torch.empty((), dtype=wire).element_size()
-            planned = engine.plan.exchanges[exchange]
+            planned = all_of.plan.exchanges[exchange]
             total += sum(n * size * planned.wire([k]) for k, n in counts.items())
         return total
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from natgrad.diagnostics.groups import group_rows, labelled
-from natgrad.factors.pace import described, rates, refresh_seconds
 from natgrad.layers import Block
+from natgrad.plan.pace import described, rates, refresh_seconds
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.rule import Rule
 
@@ -67,7 +67,7 @@ def _summary(
     kept = _bytes(packed * statistics.like.element_size())
     lines = [
         f"{len(works)} blocks, {covered:,} of {total:,} trained parameters "
-        f"preconditioned, {kept} of statistics."
+        f"({covered / max(1, total):.0%}) preconditioned, {kept} of statistics."
     ]
     for rule in dict.fromkeys(b.rule for b in rest):
         count = _elements([b for b in rest if b.rule == rule], here)
@@ -93,7 +93,9 @@ def _fallback(rule: Rule) -> str:
 def _is_unseen(statistics: "Statistics", block: Block) -> bool:
     """Whether steps have gone by, but none that estimated the block's statistics."""
     states = [statistics.states[s.name] for s in block.spec.statistics]
-    return statistics.step > 0 and not any(s.timing.refreshed for s in states)
+    return bool(states and statistics.step) and not any(
+        s.timing.refreshed for s in states
+    )
 
 
 def _elements(blocks: list[Block], among: set[int]) -> int:
@@ -147,9 +149,16 @@ def _row(
     size = sum(s.packed for s in specs) * statistics.like.element_size()
     cut = [f"{s.kind} kept as {s.parts} diagonal blocks" for s in specs if s.parts > 1]
     known = UNSEEN if _is_unseen(statistics, block) else block.note
-    note = "; ".join((*cut, known) if known else cut)
+    note = "; ".join(x for x in (_many(block), *cut, known) if x)
     first = p is block.parameters[0]
     return name, block.kind.name, sizes, _bytes(size) if first else "", note
+
+
+def _many(block: Block) -> str:
+    """How many matrices a block is, if it is not one."""
+    shared = [f", one {s.kind}" for s in block.spec.statistics if s.shared]
+    many = block.is_factored and block.spec.stack > 1
+    return f"{block.spec.stack} matrices{''.join(shared)}" if many else ""
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

@@ -20,7 +20,7 @@ so that all loss scales stay the same. An optimizer that does so tells its engin
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class Verdict:
         gradients: on how many ranks each block has a gradient, by name.
         traces, counts: of each due statistic's sum, by name.
         seen: names of the due statistics that some rank has a sum of.
+        members: how many inputs each matrix had, of due statistics that count them.
         forwards: micro-batches a rank, of the ranks that captured any.
         same: for each digest, whether it is the same on all ranks.
         facts: the sums of whatever else the ranks had to tell.
@@ -54,6 +55,7 @@ class Verdict:
     traces: dict[str, float]
     counts: dict[str, float]
     seen: frozenset[str]
+    members: dict[str, list[float]]
     forwards: int
     same: tuple[bool, ...] = ()
     facts: tuple[float, ...] = ()
@@ -83,12 +85,13 @@ def reach_verdict(
     captured: Captured,
     digests: Sequence[int] = (),
     facts: Tensor | None = None,
+    counted: Mapping[str, int] | None = None,
 ) -> Verdict:
     """Sum what each rank knows; ``norm`` is finite just when all its gradients are.
 
     ``blocks`` says which have a gradient here, ``captured`` what else is known of the
     statistics that have ``traces``; ``digests`` are compared, ``facts`` (float64) only
-    summed.
+    summed. ``counted`` has the matrices of those statistics that count inputs of each.
     """
     counts = [captured.count(name) for name in traces]
     seen = [name in captured.calls for name in traces]
@@ -97,8 +100,10 @@ def reach_verdict(
     known = [*pairs, *blocks.values(), *counts, *seen, forwards, forwards > 0]
     host = norm.new_tensor(known, dtype=torch.float64)
     device = torch.stack([norm, *traces.values()]).double()
-    parts = (device, host) if facts is None else (device, host, facts)
-    own = torch.cat(parts)
+    many = counted or {}
+    zeros = {name: device.new_zeros(stack) for name, stack in many.items()}
+    members = [captured.members.get(n, zero).to(device) for n, zero in zeros.items()]
+    own = torch.cat((device, host, *members, *(() if facts is None else (facts,))))
     total: list[float] = (own if comm.world == 1 else comm.agree(own)).tolist()
     told = iter(total)
 
@@ -114,6 +119,7 @@ def reach_verdict(
         traces=dict(zip(traces, sums, strict=True)),
         counts=dict(zip(traces, terms, strict=True)),
         seen=frozenset(name for name, n in zip(traces, had, strict=True) if n),
+        members={name: next_of(range(stack)) for name, stack in many.items()},
         forwards=round(micro / max(ranks, 1.0)),
         same=tuple(_are_equal(pairs, comm.world)),
         facts=tuple(told),

@@ -14,7 +14,6 @@ optimizer's import has this module in it.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -62,7 +61,7 @@ def find_machine(
     profile: Profile | None, device: torch.device, world: int
 ) -> tuple[HardwareProfile, str]:
     """The profile to use, and where it is from."""
-    from natgrad.plan.autotune.profile import HardwareProfile
+    from natgrad.plan.autotune.profile import HardwareProfile, built_in
     from natgrad.plan.autotune.profile_file import find_calibrated, load_profile
 
     if isinstance(profile, HardwareProfile):
@@ -74,28 +73,6 @@ def find_machine(
     return built_in(device, world), (
         f"built-in numbers for {device.type}, not of this machine: "
         "`natgrad calibrate` measures it"
-    )
-
-
-def built_in(device: torch.device, world: int) -> HardwareProfile:
-    """Rough numbers of a CPU core with gloo, or of a GPU of 2018 with NCCL."""
-    from natgrad.plan.autotune.profile import Curve, HardwareProfile, Link
-
-    inside = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    if device.type != "cuda":
-        return HardwareProfile(name="built-in CPU", ranks_per_node=inside)
-    return HardwareProfile(
-        name="built-in GPU",
-        flop=1e-13,
-        conv_flop=1.7e-13,
-        statistics_flop=4e-14,
-        layer=3e-5,
-        element=1e-11,
-        eigen=Curve(call=2.6e-2, square=7.9e-8),
-        cholesky=Curve(call=2e-4, cube=6.2e-13),
-        ranks_per_node=inside,
-        inside=Link(latency=5e-6, bandwidth=6e10),
-        between=Link(latency=1e-5, bandwidth=1e10),
     )
 
 

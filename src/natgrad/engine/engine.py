@@ -12,8 +12,6 @@ from torch import Tensor
 from natgrad.capture.forwards import Captured, Sums, packed
 from natgrad.capture.sampling import differentiate, sampled_loss
 from natgrad.capture.sink import Armed
-from natgrad.capture.unwrap import inside_ddp
-from natgrad.checkpoint.state_dict import convert
 from natgrad.diagnostics.timer import metered
 from natgrad.distributed.communicator import (
     CommError,
@@ -24,6 +22,7 @@ from natgrad.engine.step import Directions, Update, Updates
 from natgrad.factors.averages import Refreshed, growths
 from natgrad.layers.block import Block, statistics_like
 from natgrad.layers.registration import warn_silent
+from natgrad.layers.unwrap import inside_ddp
 from natgrad.math.shards import local
 from natgrad.rules.lengths import Length, Sight
 
@@ -152,6 +151,7 @@ class Engine(Machinery):
             captured=captured,
             digests=() if alone else self._replicas.digests(step, self.comm),
             facts=self.statistics.facts(),
+            counted=self.statistics.counted(),
         )
         if not alone:
             ddp = not self.own_gradients
@@ -370,8 +370,7 @@ class Engine(Machinery):
         like, old = statistics_like(self.blocks), self.like
         same = (like.dtype, like.device) == (old.dtype, old.device)
         if not self.closed and not same:
-            convert(self, like)
-            self._reopen()
+            self.convert(like)
 
     def sampled_backward(
         self, outputs: Tensor, likelihood: str, targets: Tensor | None

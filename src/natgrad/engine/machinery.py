@@ -6,23 +6,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.capture.hooks import require_unwatched
 from natgrad.capture.peers import ALONE
 from natgrad.capture.recorder import Capture
-from natgrad.capture.unwrap import unwrap
-from natgrad.checkpoint.gather import (
-    gather,
-    gather_moments,
-    gather_references,
-    part_of,
-    release,
-    release_workers,
-    warn_partial,
-)
-from natgrad.checkpoint.state_dict import load, save
+from natgrad.checkpoint.gather import gather, part_of, release, warn_partial
+from natgrad.checkpoint.state_dict import Kept, load, save
 from natgrad.checkpoint.validate import require_state
 from natgrad.diagnostics.probe import Probe
 from natgrad.diagnostics.timer import Meter
@@ -39,6 +30,8 @@ from natgrad.engine.shards import Shards, refuse_sharded
 from natgrad.factors.statistics import Statistics
 from natgrad.layers.block import statistics_like
 from natgrad.layers.registration import Groups, parts_for, register
+from natgrad.layers.unwrap import unwrap
+from natgrad.math.tuning import tuning_of
 from natgrad.options import Options
 from natgrad.plan import Plan
 from natgrad.quadratic.tuner import Tuner
@@ -139,6 +132,7 @@ class Machinery(ABC):
             subsample=self.options.subsample,
             world=self.comm.world,
             peers=self.sharding.peers if self.sharding else ALONE,
+            precision=self.options.factor_precision,
             grad_scaler=grad_scaler,
             meter=self.meter,
             before_forward=self.before_forward,
@@ -146,6 +140,8 @@ class Machinery(ABC):
 
     def _connect(self, plan: Plan) -> Communicator:
         options, same = self.options, self._replicas.fingerprint()
+        # ranks that choose by other sizes round otherwise
+        same["tuning of the device"] = repr(tuning_of(self.like))
         return Communicator(plan, options.comm, options.group, fingerprint=same)
 
     def _reopen(self) -> None:
@@ -185,17 +181,11 @@ class Machinery(ABC):
 
     def gather(self) -> None:
         """Collective: put all statistics on every rank, until the next step."""
-        states, is_eigen = self.statistics.states, self.statistics.is_eigen
-        eigen = frozenset(name for name, s in states.items() if is_eigen(s))
-        gather([*states.values()], self.plan, self.comm, self.like, eigen=eigen)
-        plan, comm, like = self.plan, self.comm, self.like
-        gather_moments(self.moments, self.blocks, plan, comm, like)
-        gather_references(self.references, plan, comm, like)
+        gather(self.kept())
         self.gathered = True
 
     def _release(self) -> None:
-        release([*self.statistics.states.values()], self.plan, self.comm.rank)
-        release_workers(self.moments, self.references, self.plan, self.comm.rank)
+        release(self.kept())
         self.gathered = False
 
     def _replan(self) -> None:
@@ -232,7 +222,40 @@ class Machinery(ABC):
         if part and warn and self.step and not self._warned:
             self._warned = warn_partial(self.comm)
         seconds, calls = dict(self._planning.seconds), dict(self.calls)
-        return {**save(self), "part": part, "calls": calls, "seconds": seconds}
+        return {**self._saved(), "part": part, "calls": calls, "seconds": seconds}
+
+    def kept(self) -> Kept:
+        """What this rank keeps now."""
+        return Kept(
+            statistics=self.statistics,
+            moments=self.moments,
+            references=self.references,
+            gathered=self.gathered,
+        )
+
+    def _saved(self) -> dict[str, Any]:
+        tuner = None if self.tuner is None else self.tuner.state_dict()
+        counts = {"quadratic": tuner, "skipped_steps": self.skipped_steps}
+        return {**save(self.kept()), **counts}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        load(self.kept(), state)
+        # older states do not say
+        self.skipped_steps = int(state.get("skipped_steps", 0))
+        if self.tuner is not None and state.get("quadratic"):
+            self.tuner.load_state_dict(state["quadratic"])
+
+    def convert(self, like: Tensor) -> None:
+        """Take all that is kept to the dtype and device that the parameters have now.
+
+        They have changed by ``model.double()`` or ``model.to(...)``, say.
+        """
+        to = f"{like.dtype}, {like.device.type}"
+        self.comm.meet(f"model.to({to}) in step {self.step}")
+        state = self._saved()
+        self.like = self.statistics.like = like
+        self._load(state)
+        self._reopen()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`: a whole one, or this rank's part.
@@ -242,8 +265,8 @@ class Machinery(ABC):
         seconds = self._planning.saved_seconds(state, self.statistics.states)
         if self.step == 0 and seconds is not None:
             self._follow(self._planning.plan_by(seconds))
-        require_state(state, self, part_of(self.plan, self.comm))
-        load(self, state)
+        require_state(state, self.statistics, part_of(self.plan, self.comm))
+        self._load(state)
         self.calls = dict(state["calls"])
         self._release()
         self.capture.take()

@@ -92,7 +92,7 @@ class Inspectable:
                 "watch needs the whole weight on some rank. Must be for a model that "
                 "is not sharded; report(), health() and traffic() work."
             )
-        self.engine.probe = Probe(self.engine, every, self._rate, sink)
+        self.engine.probe = Probe(self.engine.statistics, every, self._rate, sink)
 
     def _rate(self) -> float:
         """The learning rate, as the KL clip sees it; NaN if nothing has one."""

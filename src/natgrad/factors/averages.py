@@ -21,28 +21,36 @@ from torch import Tensor
 from natgrad.capture.forwards import POSITION_KINDS
 from natgrad.diagnostics.timer import Meter
 from natgrad.distributed.communicator import Communicator
-from natgrad.factors.pace import built_in_cost
 from natgrad.factors.refresh import Refresh
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
 from natgrad.math import foreach
-from natgrad.math.growth import along, along_eigen, log_growth, longest, rows_at
+from natgrad.math.growth import (
+    along,
+    along_eigen,
+    log_growth,
+    longest,
+    rows_at,
+    units,
+)
 from natgrad.math.inverse import (
     pi_split,
     split_damping,
 )
 from natgrad.math.packing import flatten, trace, unflatten
+from natgrad.math.precision import rescaled
 from natgrad.math.rules import between
 from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.statistics import own_moment
-from natgrad.options import Options
-from natgrad.plan import Plan
+from natgrad.plan import Plan, StatisticSpec
+from natgrad.plan.pace import built_in_cost
 from natgrad.requiring import require_number
 from natgrad.rules.parts import Damping, Parts
 from natgrad.rules.rule import Rule
 
 if TYPE_CHECKING:
     from natgrad.engine.agreement import Verdict
+    from natgrad.options import Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +72,7 @@ class Averages:
     def __init__(
         self,
         blocks: Iterable[Block],
-        options: Options,
+        options: "Options",
         parts: Mapping[str, Parts],
         *,
         plan: Plan,
@@ -74,7 +82,7 @@ class Averages:
     ) -> None:
         self.options, self.plan, self.comm, self.like = options, plan, comm, like
         self.block = {b.name: b for b in blocks}
-        self._parts, self._distinct = parts, list(dict.fromkeys(parts.values()))
+        self.parts, self._distinct = parts, list(dict.fromkeys(parts.values()))
         self.states = {
             s.name: StatisticState(spec=s)
             for b in self.block.values()
@@ -96,6 +104,11 @@ class Averages:
         """Names of the due statistics that forwards and backwards are to give."""
         return [s.spec.name for s in self.due() if not s.spec.is_local]
 
+    def counted(self) -> dict[str, int]:
+        """Matrices of the due statistics that count the inputs of each, by name."""
+        due = [s.spec for s in self.due() if s.spec.counted]
+        return {s.name: s.stack // s.parts for s in due}
+
     def facts(self) -> Tensor | None:
         """What a budget's account has to tell the other ranks in this step."""
         return None if self.account is None else self.account.facts(self.like)
@@ -103,7 +116,7 @@ class Averages:
     def damping_of(self, block: Block) -> float:
         """Lambda of a block at this step."""
         ratio = self.options.norm_damping_ratio if block.is_norm else 1.0
-        return ratio * damping_at(self._parts[block.name].damping, self.step)
+        return ratio * damping_at(self.parts[block.name].damping, self.step)
 
     def factor_damping(self, s: StatisticState) -> float:
         """What is added to one factor, in the chosen damping style.
@@ -148,7 +161,7 @@ class Averages:
         return self.block[s.spec.block].rule
 
     def _refresh(self, s: StatisticState) -> Refresh:
-        return self._parts[s.spec.block].refresh
+        return self.parts[s.spec.block].refresh
 
     def form(self, s: StatisticState) -> str:
         """What is kept of it; see `natgrad.factors.statistics`."""
@@ -177,6 +190,8 @@ class Averages:
         mine = [s for s in usable if self.owns(s)]
         for s in mine:
             sums[s.spec.name].mul_(self._scale(s, verdict))
+            if s.spec.counted:
+                self._count_members(s, sums[s.spec.name], verdict)
         if self.changes is not None:
             self._note_changes(mine, sums, self.changes)
         self._average(mine, sums)
@@ -184,21 +199,28 @@ class Averages:
             s.estimated = True
         return usable
 
+    def _count_members(
+        self, s: StatisticState, flat: Tensor, verdict: "Verdict"
+    ) -> None:
+        """Let each matrix have its own average. See Note [Inputs of each matrix]."""
+        name, each = s.spec.name, flat.view(len(verdict.members[s.spec.name]), -1)
+        inputs = flat.new_tensor(verdict.members[name]).unsqueeze(1)
+        if s.spec.kind in POSITION_KINDS:
+            each.mul_(verdict.counts[name] / inputs.clamp_min(1))
+        if s.average is None:
+            return
+        old = s.average.view_as(each)
+        # what is averaged with weights ends as what it is, or as the first estimate is
+        begins = old.any(1, keepdim=True).logical_not_()
+        each.div_(torch.where(begins, self._weights(s)[1], 1.0))
+        each.copy_(torch.where(inputs > 0, each, old))
+
     def _estimate_local(
         self, due: list[StatisticState], gradients: Mapping[str, Tensor]
     ) -> list[StatisticState]:
         """Those of the weight's own gradient, on their owners, who are workers."""
         mine = [s for s in due if self.owns(s)]
-        found = {
-            s.spec.name: own_moment(
-                gradients[s.spec.block],
-                s.spec.side,
-                parts=s.spec.parts,
-                size=s.spec.size,
-                diagonal=s.spec.diagonal,
-            )
-            for s in mine
-        }
+        found = {s.spec.name: self._own(s.spec, gradients) for s in mine}
         # The split of the damping needs the trace of the other side too, whose owner
         # may be another worker: both are the squared norm of the gradient.
         theirs = [s for s in due if not self.owns(s) and s.spec.block in gradients]
@@ -216,6 +238,19 @@ class Averages:
         for s in due:
             s.estimated = True
         return due
+
+    def _own(self, spec: StatisticSpec, gradients: Mapping[str, Tensor]) -> Tensor:
+        """A statistic of the weight's own gradient."""
+        precision = self.options.factor_precision
+        gradient, times = rescaled(gradients[spec.block], precision)
+        moment = own_moment(
+            gradient,
+            spec.side,
+            parts=spec.parts,
+            size=spec.size,
+            diagonal=spec.diagonal,
+        )
+        return moment.mul_(times).to(self.like) if precision else moment
 
     def _weights(self, s: StatisticState) -> tuple[float, float]:
         """Of the old value and the new estimate; the first estimate starts it.
@@ -320,17 +355,22 @@ def _growth(
     if statistics.is_eigen(s):
         return log_growth(now, along_eigen(rows, *s.inverse) + damped)
     # U (X + damping I) is what the other side's inverse makes of the gradient
-    half = _one_sided(statistics, s, direction)
-    then = (rows_at(half.mT if is_left else half, index) * rows).sum()
+    turned = direction.mT if is_left else direction
+    then = (_one_sided(statistics, s, turned, index) * rows).sum()
     return log_growth(now, then)
 
 
-def _one_sided(statistics: Averages, s: StatisticState, direction: Tensor) -> Tensor:
-    """The direction, scaled by the factor of the other side alone."""
+def _one_sided(
+    statistics: Averages, s: StatisticState, direction: Tensor, index: Tensor
+) -> Tensor:
+    """Rows of the direction, scaled by the factor of the other side alone.
+
+    ``direction`` has the side of s as its columns, so that the other one is on its
+    left: of ``X V`` some rows are those of X times V.
+    """
     for spec in statistics.block[s.spec.block].spec.statistics:
         inverse = statistics.states[spec.name].inverse
         if spec.is_factor and spec.name != s.spec.name and inverse is not None:
-            is_left = spec.side == "left"
-            right, left = (None, inverse[0]) if is_left else (inverse[0], None)
-            return between(direction, right, left)
-    return direction
+            rows = units(index, direction)
+            return between(rows, inverse[0], None) @ direction
+    return rows_at(direction, index)

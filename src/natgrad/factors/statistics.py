@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from natgrad.factors.averages import Averages, Refreshed, damping_at
-from natgrad.factors.pace import first_refresh, paces
 from natgrad.factors.refresh import Timing
 from natgrad.factors.state import StatisticState, pack, unflattened, unpack
 from natgrad.math.inverse import (
@@ -33,6 +32,7 @@ from natgrad.math.inverse import (
 from natgrad.math.packing import flatten
 from natgrad.math.parts import with_padding, without_padding
 from natgrad.math.staleness import is_similar
+from natgrad.plan.pace import first_refresh, paces
 
 if TYPE_CHECKING:
     from natgrad.engine.agreement import Verdict
@@ -170,7 +170,7 @@ class Statistics(Averages):
         """When all are due: how often each may be inverted, if its policy asks."""
         shares = {
             name: share
-            for name, parts in self._parts.items()
+            for name, parts in self.parts.items()
             if (share := parts.refresh.share_of_step()) is not None
         }
         captured = [s for s in self.states.values() if not s.spec.is_local]

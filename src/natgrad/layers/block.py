@@ -2,16 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers.options import OWN, SIDES, LayerOptions
-from natgrad.math.parts import cut, diagonal_parts
-from natgrad.math.shards import local
-from natgrad.math.statistics import widen
-from natgrad.plan.spec import BlockSpec, StatisticSpec
+from natgrad.layers.options import LayerOptions
+from natgrad.math.parts import cut as parts_of
+from natgrad.math.parts import diagonal_parts
+from natgrad.math.shards import local, width
+from natgrad.math.statistics import Rows, enough_stride, every_kth, widen
+from natgrad.plan.spec import BlockSpec
 from natgrad.rules.fallbacks import Plain
 from natgrad.rules.rule import Rule
 
@@ -24,6 +25,9 @@ class Layout:
     """A block's gradient ``(stack, rows, cols)`` and which statistics act on it.
 
     ``unit`` columns stay together where a large factor is cut: a channel's kernel.
+    ``shared``: all matrices of the stack have the same inputs, and so one factor.
+    ``counted``: each has inputs of its own, of which a batch may have none. ``apart``
+    columns, if any, are what each rank has of the inputs: the factor is cut so.
     """
 
     stack: int
@@ -33,63 +37,21 @@ class Layout:
     left: str = ""
     right_diagonal: bool = False
     unit: int = 1
-
-    def statistics(
-        self, block: str, options: LayerOptions | None = None
-    ) -> tuple[StatisticSpec, ...]:
-        """The specs of the chosen statistics: right, left, and S if ``corrected``."""
-        options = options or LayerOptions()
-        specs = self._all(block, options.largest_factor)
-        if not self.left:
-            return specs
-        specs = tuple(s for s in specs if s.side in SIDES[options.sides])
-        if options.source == "gradients":
-            return tuple(
-                replace(s, kind=OWN[s.side], name=f"{block}/{OWN[s.side]}")
-                for s in specs
-            )
-        if not options.corrected:
-            return specs
-        scale = StatisticSpec(
-            name=f"{block}/S",
-            block=block,
-            kind="S",
-            side="both",
-            stack=self.stack,
-            size=self.rows * self.cols,
-            diagonal=True,
-        )
-        return (*specs, scale)
+    shared: bool = False
+    counted: bool = False
+    apart: int = 0
 
     def part_size(self, side: str, largest: int | None) -> int:
         """Rows of each part of the factor on one side: all, if it is not cut."""
-        return self._cut(side, largest)[1]
+        return self.cut(side, largest)[1]
 
-    def _cut(self, side: str, largest: int | None) -> tuple[int, int]:
+    def cut(self, side: str, largest: int | None) -> tuple[int, int]:
+        """How many parts the factor on one side is cut into, and the rows of each."""
+        if side == "right" and self.apart:
+            return parts_of(self.cols, self.apart, self.apart)
         if side == "left":
-            return cut(self.rows, largest)
-        return cut(self.cols, None if self.right_diagonal else largest, self.unit)
-
-    def _all(self, block: str, largest: int | None) -> tuple[StatisticSpec, ...]:
-        sides = [("right", self.right, self.cols)]
-        if self.left:
-            sides.append(("left", self.left, self.rows))
-        specs: list[StatisticSpec] = []
-        for side, kind, rows in sides:
-            parts, size = self._cut(side, largest)
-            spec = StatisticSpec(
-                name=f"{block}/{kind}",
-                block=block,
-                kind=kind,
-                side=side,
-                stack=self.stack * parts,
-                size=size,
-                diagonal=side == "right" and self.right_diagonal,
-                parts=parts,
-                padding=parts * size - rows,
-            )
-            specs.append(spec)
-        return tuple(specs)
+            return parts_of(self.rows, largest)
+        return parts_of(self.cols, None if self.right_diagonal else largest, self.unit)
 
 
 @dataclass(kw_only=True)
@@ -101,11 +63,13 @@ class Observed:
         positions: how many terms the sum of ``"A"`` has.
         kept: tensors for `LayerKind.gradient_moments`. Only what autograd keeps for
             this layer anyway may go here, so that no activation lives longer.
+        members: of a layout that is ``counted``, how many inputs each matrix had.
     """
 
     moments: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     positions: int = 0
     kept: tuple[Tensor, ...] = ()
+    members: Tensor | None = None
 
     def stand_for(self, scale: float) -> None:
         """Each example that was looked at counts for so many; their sum is whole."""
@@ -123,6 +87,10 @@ class LayerKind(ABC):
     """Whether SP-NGD's weight rescaling (eq. 24) applies."""
     is_norm: bool = False
     """Whether the norm damping ratio applies."""
+    matrices: int = 0
+    """How many matrices its weight is unless a group says so; 0: that is fixed."""
+    has_bias: bool = True
+    """Whether a bias can be part of the matrix."""
     weight_name: str = "weight"
     bias_name: str = "bias"
     """What the module calls them; `register_layer` may say otherwise."""
@@ -148,6 +116,11 @@ class LayerKind(ABC):
         """The size of the batch, by the layer's output; 0 if it has no dim for it."""
         return len(y) if y.dim() > 1 else 0
 
+    def features(self, module: nn.Module) -> int:
+        """How many numbers the layer puts out at each position."""
+        layout = self.layout(module)
+        return layout.stack * layout.rows
+
     @abstractmethod
     def layout(self, module: nn.Module) -> Layout:
         """The shape of the module's block."""
@@ -165,6 +138,16 @@ class LayerKind(ABC):
         self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
     ) -> Observed:
         """From a layer's input x and output y, the moments that need no gradient."""
+
+    def observe_call(
+        self,
+        module: nn.Module,
+        given: tuple[Tensor, ...],
+        y: Tensor,
+        want: Collection[str],
+    ) -> Observed:
+        """As `observe`, with all tensors that the layer was called with."""
+        return self.observe(module, given[0], y, want)
 
     @abstractmethod
     def gradient_moments(
@@ -346,6 +329,31 @@ class Block:
     def write_gradient(self, stack: Tensor, scale: Tensor | None = None) -> None:
         """Put ``(s, m, n)``, times ``scale``, into the parameters' ``.grad``."""
         self.put_gradients(self.unfold(stack), scale)
+
+    def is_apart(self, module: nn.Module, x: Tensor) -> bool:
+        """Whether this rank makes the factor of the features that it has of x."""
+        assert self.kind is not None
+        kept = self.kind.layout(module).apart
+        return kept > 0 and width(x, -1) == kept
+
+    def some_rows(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        output: Tensor,
+        subsample: int | None,
+        world: int,
+        seed: str,
+    ) -> tuple[Rows, float]:
+        """Every k-th example from a random start; ``world`` ranks see other ones."""
+        assert self.kind is not None
+        alike = x.dim() > 0 and output.dim() > 0 and len(x) == len(output) > 0
+        vectors = self.kind.vectors(module, output) if alike else 0
+        if not vectors:
+            return ..., 1.0
+        all_, largest = len(x) * world, self.spec.largest
+        stride = subsample or enough_stride(largest, all_, vectors)
+        return every_kth(len(x), stride, seed)
 
     def put_gradients(
         self, tensors: Sequence[Tensor], scale: Tensor | None = None

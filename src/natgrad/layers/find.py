@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from natgrad.layers.block import NO_MODULE, Block, LayerKind, trainable
+from natgrad.layers.layout import statistics_of
 from natgrad.layers.matrices import Matrix
 from natgrad.layers.options import LayerOptions
 from natgrad.layers.table import kind_of, type_name, why_unknown
@@ -42,9 +43,7 @@ def find_blocks(
         elif id(weight) not in found:
             found[id(weight)] = _block(name, module, kind)
             if not kind.options.bias:
-                own = kind.options.any_matrix
-                why = "a bias is no part of the matrix under its rule"
-                _note(reasons, module, why if own else "its weight is in another group")
+                _note(reasons, module, _why_no_bias(kind))
         else:
             _tie(found[id(weight)], name, module, kind)
     _note_other_uses(model, found)
@@ -53,6 +52,15 @@ def find_blocks(
         block.is_foreign = id(block.parameters[0]) not in known
         block.reason = FOREIGN if block.is_foreign else block.reason
     return blocks
+
+
+def _why_no_bias(kind: LayerKind) -> str:
+    """Why a bias is not in the matrix of its layer."""
+    if not kind.has_bias:
+        return "a bias is no part of the matrix of its layer"
+    own = kind.options.any_matrix
+    why = "a bias is no part of the matrix under its rule"
+    return why if own else "its weight is in another group"
 
 
 def _all_alike(
@@ -74,7 +82,7 @@ def _options_of(module: nn.Module, known: Mapping[int, LayerOptions]) -> LayerOp
     weight, bias = (trainable(module, x) for x in (kind.weight_name, kind.bias_name))
     options = known.get(id(weight), LayerOptions())
     alike = bias is None or known.get(id(bias)) == options
-    alone = options.any_matrix and not kind.is_norm
+    alone = (options.any_matrix and not kind.is_norm) or not kind.has_bias
     return replace(options, bias=False) if alone or not alike else options
 
 
@@ -86,6 +94,7 @@ def _layers(
         child
         for parent in model.modules()
         if isinstance(parent, nn.MultiheadAttention)
+        and kind_of(parent, LayerOptions()) is None
         for child in parent.modules()
     }
     for name, module in model.named_modules():
@@ -102,6 +111,12 @@ def _layers(
 
 def _block(name: str, module: nn.Module, kind: LayerKind) -> Block:
     name = name or "model"
+    if kind.options.matrices and not (kind.matrices or kind.is_norm):
+        raise ValueError(
+            f"Invalid matrices={kind.options.matrices} of {name}, a "
+            f"{type(module).__name__}. Must be of linear layers: put others into a "
+            "parameter group without it."
+        )
     layout = kind.layout(module)
     owned = kind.weight(module), kind.bias(module)
     return Block(
@@ -110,7 +125,7 @@ def _block(name: str, module: nn.Module, kind: LayerKind) -> Block:
             stack=layout.stack,
             rows=layout.rows,
             cols=layout.cols,
-            statistics=layout.statistics(name, kind.options),
+            statistics=statistics_of(layout, name, kind.options),
         ),
         kind=kind,
         modules=[module],
@@ -179,7 +194,7 @@ def _matrix(name: str, p: nn.Parameter, options: LayerOptions) -> Block:
         stack=layout.stack,
         rows=layout.rows,
         cols=layout.cols,
-        statistics=layout.statistics(name, options),
+        statistics=statistics_of(layout, name, options),
     )
     return Block(spec=spec, kind=kind, parameters=(p,), is_factored=True)
 

@@ -4,7 +4,7 @@ A from inputs or patches, G from output gradients (SP-NGD, eq. 9 and 11).
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from natgrad.math.examples import (
     rank_one_squares,
     squares_in_basis,
 )
+from natgrad.math.shards import first, is_shard, local, width
 from natgrad.math.statistics import gram, input_moment, widen
 
 
@@ -45,7 +46,10 @@ class Kronecker(LayerKind):
         # not by whether there is a bias now: it may have been frozen since
         if stack.numel() == weight.numel():
             return stack.reshape(weight.shape), None
-        return stack[:, :, :-1].reshape(weight.shape), stack[:, :, -1].reshape(-1)
+        bias: Tensor = getattr(module, self.bias_name)
+        return stack[:, :, :-1].reshape(weight.shape), stack[:, :, -1].reshape(
+            bias.shape
+        )
 
 
 class Linear(Kronecker):
@@ -53,15 +57,32 @@ class Linear(Kronecker):
 
     Positions between the batch and the features share the weight. ``"expand"`` counts
     each as a term of A and of G; ``"reduce"`` first averages the inputs and sums the
-    gradients over an example's positions.
+    gradients over an example's positions. A weight that is several ``matrices`` has
+    one A, of the inputs that all of them have, and a G for each.
     """
 
     name = "linear"
+    matrices = 1
 
     def layout(self, module: nn.Module) -> Layout:
-        rows, cols = self.weight(module).shape
-        bias = self.bias(module) is not None
-        return Layout(stack=1, rows=rows, cols=cols + bias, right="A", left="G")
+        weight = self.weight(module)
+        whole = self.options.gather_inputs or self.options.source == "gradients"
+        (rows, cols), apart = weight.shape, 0 if whole else width(weight, 1)
+        return self._layout(module, rows, cols, apart)
+
+    def _layout(
+        self, module: nn.Module, rows: int, cols: int, apart: int = 0
+    ) -> Layout:
+        stack = self.options.matrices or self.matrices
+        return Layout(
+            stack=stack,
+            rows=divided(rows, stack),
+            cols=cols + (self.bias(module) is not None),
+            right="A",
+            left="G",
+            shared=True,
+            apart=apart,
+        )
 
     def vectors(self, module: nn.Module, y: Tensor) -> int:
         if y.dim() < 2:
@@ -73,12 +94,29 @@ class Linear(Kronecker):
     ) -> Observed:
         if "A" not in want:
             return Observed()
-        rows = self._rows(x, mean=True)
+        rows = self._rows(local(x), mean=True)
+        if is_shard(x):
+            moment = self._own_part(module, rows, first(x, -1))
+            return Observed(moments={"A": moment}, positions=len(rows))
         bias = self.bias(module) is not None
         size = self.part_size(module, "right")
         return Observed(
             moments={"A": input_moment(rows, bias=bias, size=size)}, positions=len(rows)
         )
+
+    def _own_part(self, module: nn.Module, rows: Tensor, start: int) -> Tensor:
+        """A of the features that this rank has; the rank of the last has the bias."""
+        layout = self.layout(module)
+        parts, size = layout.cut("right", None)
+        rows, features = widen(rows), layout.cols - (self.bias(module) is not None)
+        if features < layout.cols and start + rows.shape[1] == features:
+            rows = torch.cat((rows, torch.ones_like(rows[:, :1])), 1)
+        moment = rows.new_zeros(parts, size, size)
+        for part in rows.split(size, 1):
+            at = start // size
+            moment[at, : part.shape[1], : part.shape[1]] = gram(part)[0]
+            start += size
+        return moment
 
     def gradient_moments(
         self,
@@ -89,7 +127,9 @@ class Linear(Kronecker):
     ) -> dict[str, Tensor]:
         if "G" not in want:
             return {}
-        return {"G": gram(self._rows(g, mean=False), self.part_size(module, "left"))}
+        rows, size = self._rows(g, mean=False), self.part_size(module, "left")
+        each = rows.chunk(self.layout(module).stack, 1)
+        return {"G": joined([gram(part, size) for part in each])}
 
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
@@ -97,6 +137,12 @@ class Linear(Kronecker):
         x, g = widen(x), widen(g)
         if self.bias(module) is not None:
             x = torch.cat((x, torch.ones_like(x[..., :1])), -1)
+        each = g.chunk(stack := self.layout(module).stack, -1)
+        bases = left.chunk(stack) if left.numel() else (left,) * stack
+        pairs = zip(each, bases, strict=True)
+        return joined([self._squares(x, part, right, q) for part, q in pairs])
+
+    def _squares(self, x: Tensor, g: Tensor, right: Tensor, left: Tensor) -> Tensor:
         if x.dim() == 2 or self.options.loss == "tokens":
             rows = x.flatten(0, -2)[None, None], g.flatten(0, -2)[None, None]
             return rank_one_squares([rows], right, left)
@@ -106,8 +152,20 @@ class Linear(Kronecker):
     def _rows(self, x: Tensor, *, mean: bool) -> Tensor:
         if self.options.sharing == "reduce" and x.dim() > 2:
             dims = tuple(range(1, x.dim() - 1))
+            x = widen(x)
             x = x.mean(dims) if mean else x.sum(dims)
         return x.reshape(-1, x.shape[-1])
+
+
+class InProjection(Linear):
+    """The weight of `nn.MultiheadAttention` that makes Q, K and V of the inputs.
+
+    They share one A. Where queries and keys are of different inputs, it is that of all
+    of them together. See Note [Projections of attention].
+    """
+
+    name = "in_projection"
+    matrices = 3
 
 
 class TransposedLinear(Linear):
@@ -117,16 +175,16 @@ class TransposedLinear(Linear):
 
     def layout(self, module: nn.Module) -> Layout:
         cols, rows = self.weight(module).shape
-        bias = self.bias(module) is not None
-        return Layout(stack=1, rows=rows, cols=cols + bias, right="A", left="G")
+        return self._layout(module, rows, cols)
 
     def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super().fold(module, weight.T, bias)
 
     def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
+        whole = stack.flatten(0, 1)
         if self.bias(module) is None:
-            return stack[0].T, None
-        return stack[0, :, :-1].T, stack[0, :, -1]
+            return whole.T, None
+        return whole[:, :-1].T, whole[:, -1]
 
 
 class Conv(Kronecker):
@@ -140,7 +198,7 @@ class Conv(Kronecker):
 
     def layout(self, module: nn.Module) -> Layout:
         weight: Any = self.weight(module)
-        groups = _setting(module, "groups")
+        groups = setting(module, "groups")
         bias = self.bias(module) is not None
         return Layout(
             stack=groups,
@@ -148,7 +206,7 @@ class Conv(Kronecker):
             cols=math.prod(weight.shape[1:]) + bias,
             right="A",
             left="G",
-            unit=math.prod(_setting(module, "kernel_size")),
+            unit=math.prod(setting(module, "kernel_size")),
         )
 
     def vectors(self, module: nn.Module, y: Tensor) -> int:
@@ -160,7 +218,7 @@ class Conv(Kronecker):
         if "A" not in want:
             return Observed()
         geometry = geometry_of(module, bias=self.bias(module) is not None)
-        x = _batched(x, len(geometry.kernel))
+        x = batched(x, len(geometry.kernel))
         size = self.part_size(module, "right")
         return Observed(
             moments={"A": conv_input_parts(x, geometry, size)},
@@ -176,31 +234,45 @@ class Conv(Kronecker):
     ) -> dict[str, Tensor]:
         if "G" not in want:
             return {}
-        g = _batched(g, self.weight(module).dim() - 2)
+        g = batched(g, self.weight(module).dim() - 2)
         size = self.part_size(module, "left")
-        return {"G": conv_output_parts(g, _setting(module, "groups"), size)}
+        return {"G": conv_output_parts(g, setting(module, "groups"), size)}
 
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
     ) -> Tensor:
         geometry = geometry_of(module, bias=self.bias(module) is not None)
-        x, g = (_batched(t, len(geometry.kernel)) for t in (x, g))
+        x, g = (batched(t, len(geometry.kernel)) for t in (x, g))
         if self.options.loss == "tokens":
             return rank_one_squares(conv_rows(x, g, geometry), right, left)
         return squares_in_basis(conv_gradients(x, g, geometry), right, left)
 
 
+def divided(rows: int, matrices: int) -> int:
+    """The rows of each of so many equal matrices."""
+    if rows % matrices:
+        raise ValueError(
+            f"Invalid matrices={matrices} of a weight of {rows} rows. Must divide them."
+        )
+    return rows // matrices
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Stacks one after another."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def geometry_of(module: nn.Module, *, bias: bool) -> ConvGeometry:
     """What a convolution reads where, from its module."""
-    kernel: tuple[int, ...] = _setting(module, "kernel_size")
-    dilation: tuple[int, ...] = _setting(module, "dilation")
+    kernel: tuple[int, ...] = setting(module, "kernel_size")
+    dilation: tuple[int, ...] = setting(module, "dilation")
     return ConvGeometry(
         kernel=kernel,
-        stride=_setting(module, "stride"),
-        padding=_padding(_setting(module, "padding"), kernel, dilation),
+        stride=setting(module, "stride"),
+        padding=_padding(setting(module, "padding"), kernel, dilation),
         dilation=dilation,
-        groups=_setting(module, "groups"),
-        padding_mode=_setting(module, "padding_mode"),
+        groups=setting(module, "groups"),
+        padding_mode=setting(module, "padding_mode"),
         bias=bias,
     )
 
@@ -217,11 +289,13 @@ def _padding(
     return tuple((int(p), int(p)) for p in padding)
 
 
-def _batched(x: Tensor, spatial_dims: int) -> Tensor:
+def batched(x: Tensor, spatial_dims: int) -> Tensor:
+    """With a first dim for the batch, if it has none."""
     return x.unsqueeze(0) if x.dim() == spatial_dims + 1 else x
 
 
-def _setting(module: nn.Module, name: str) -> Any:
+def setting(module: nn.Module, name: str) -> Any:
+    """An option that a layer was made with."""
     return getattr(module, name)
 
 
@@ -234,6 +308,7 @@ class Matrix(LayerKind):
 
     name = "matrix"
     rescaled = True
+    matrices = 1
 
     def __init__(self, options: LayerOptions, shape: tuple[int, ...]) -> None:
         super().__init__(options)
@@ -248,6 +323,8 @@ class Matrix(LayerKind):
         """From the parameter's shape."""
         shape = self._shape
         stack, rows = shape[:2] if len(shape) == 3 else (1, shape[0])
+        parts = self.options.matrices or self.matrices
+        stack, rows = stack * parts, divided(rows, parts)
         cols = 1
         for size in shape:
             cols *= size

@@ -34,6 +34,9 @@ class Norm(LayerKind):
             return "normalisation layers are left out (norm='skip')"
         return ""
 
+    def features(self, module: nn.Module) -> int:
+        return self.weight(module).numel()
+
     def layout(self, module: nn.Module) -> Layout:
         channels = self.weight(module).numel()
         each = 1 + (self.bias(module) is not None)

@@ -13,6 +13,8 @@ class LayerOptions:
         plain: why layers have no statistics, if the rule is one without.
         group: tells parameters of different groups apart.
         bias: whether a layer's bias is part of its matrix.
+        matrices: how many matrices a linear weight is; None: as its kind says.
+        gather_inputs: as in `natgrad.Options`.
     """
 
     norm: str = "unit"
@@ -25,6 +27,8 @@ class LayerOptions:
     plain: str = ""
     group: int = 0
     bias: bool = True
+    matrices: int | None = None
+    gather_inputs: bool = True
 
     @property
     def any_matrix(self) -> bool:

@@ -3,23 +3,25 @@
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from natgrad.layers import Block, LayerOptions, find_blocks
-from natgrad.options import Options
 from natgrad.plan.spec import BlockSpec
 from natgrad.rules.fallbacks import Plain, is_fallback
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.parts import Parts
 from natgrad.rules.rule import Rule
 
+if TYPE_CHECKING:
+    from natgrad.options import Options
+
 Groups = Mapping[int, Parts]
 
 
 def register(
-    model: nn.Module, options: Options, groups: Groups | None = None
+    model: nn.Module, options: "Options", groups: Groups | None = None
 ) -> list[Block]:
     """A model's blocks; raises if there is nothing to precondition.
 
@@ -62,7 +64,7 @@ def _with_forms(spec: BlockSpec, rule: Rule) -> BlockSpec:
     return replace(spec, statistics=kept)
 
 
-def _layer_options(options: Options, parts: Parts, group: int) -> LayerOptions:
+def _layer_options(options: "Options", parts: Parts, group: int) -> LayerOptions:
     """What layers of a parameter group must know."""
     rule = parts.rule
     return LayerOptions(
@@ -75,10 +77,12 @@ def _layer_options(options: Options, parts: Parts, group: int) -> LayerOptions:
         largest_factor=options.largest_factor,
         plain=f"its group follows {rule.name}" if is_fallback(rule) else "",
         group=group,
+        matrices=parts.matrices,
+        gather_inputs=options.gather_inputs,
     )
 
 
-def parts_for(block: Block, options: Options, groups: Groups | None) -> Parts:
+def parts_for(block: Block, options: "Options", groups: Groups | None) -> Parts:
     """What the update of a block is made of."""
     if groups is None or block.is_foreign:
         return options.parts()
@@ -111,7 +115,7 @@ def _without_layers(model: nn.Module, is_idle: bool) -> None:
     warnings.warn(f"{found}: all follow Adam's rule. {how}.", stacklevel=4)
 
 
-def warn_silent(blocks: list[Block], fired: set[str], options: Options) -> None:
+def warn_silent(blocks: list[Block], fired: set[str], options: "Options") -> None:
     """Warn of layers whose hooks have not fired by the end of the first step."""
     silent = [
         b.name

@@ -1,12 +1,14 @@
 """A model's parameters as groups: the usual split, and those that a user names."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
-from natgrad.capture.unwrap import unwrap
 from natgrad.layers.matrices import Matrix
+from natgrad.layers.options import LayerOptions
+from natgrad.layers.table import kind_of
+from natgrad.layers.unwrap import unwrap
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.lengths import Free
 from natgrad.rules.motion import AverageGradients
@@ -51,7 +53,11 @@ def _row(group: dict[str, Any]) -> tuple[str, ...]:
 
 
 def groups(
-    model: nn.Module, rule: Rule | None = None, *, rest: Rule | None = None
+    model: nn.Module,
+    rule: Rule | None = None,
+    *,
+    rest: Rule | None = None,
+    matrices: Mapping[str, int] | None = None,
 ) -> GroupList:
     """The usual parameter groups of a model, for any natgrad optimizer. ::
 
@@ -72,6 +78,11 @@ def groups(
         rule: of hidden matrices and convolutions; None: the optimizer's. Under a rule
             whose factors do not come from activations biases go to the rest.
         rest: the rule of the others, ``Adam()`` if not given.
+        matrices: of hidden weights that are several matrices, one above the other, how
+            many: ``{"qkv": 3}`` for layers of that name that make Q, K and V at once,
+            ``{"qkv": 3 * heads}`` for one matrix a head. Names are those of modules or
+            parameters, whole or without what they are inside of. Such weights, with
+            their biases, are a group of their own: ``"hidden in 3"``.
     """
     plain, _ = unwrap(model)
     alone = rule is not None and (rule.source == "gradients" or rule.sides == "none")
@@ -82,9 +93,41 @@ def groups(
         named = [(n, p) for n, p in plain.named_parameters() if kind[id(p)] == name]
         chosen = {} if rule is None else {"rule": rule}
         parts = chosen if name in (HIDDEN, CONVOLUTIONS) else others
-        if named:
-            found.append({"name": name, "params": named, **parts})
+        for label, own, its in _by_matrices(name, named, matrices or {}):
+            found.append({"name": label, "params": its, **parts, **own})
+    _require_found(found, matrices or {})
     return found
+
+
+NamedList = list[tuple[str, nn.Parameter]]
+
+
+def _by_matrices(
+    name: str, named: NamedList, matrices: Mapping[str, int]
+) -> Iterator[tuple[str, dict[str, int], NamedList]]:
+    """A group, and those of its weights that are several matrices."""
+    counts = {n: _asked(n, matrices) if name == HIDDEN else 0 for n, _ in named}
+    for count in sorted(set(counts.values())):
+        its = [(n, p) for n, p in named if counts[n] == count]
+        own = {"matrices": count} if count else {}
+        yield f"{name} in {count}" if count else name, own, its
+
+
+def _asked(parameter: str, matrices: Mapping[str, int]) -> int:
+    """How many matrices a parameter's name, or its module's, is given; 0: none."""
+    path = parameter.split(".")
+    starts = [".".join(path[:i]) for i in range(1, len(path) + 1)]
+    return next((matrices[n] for n in [*path, *starts] if n in matrices), 0)
+
+
+def _require_found(groups: GroupList, matrices: Mapping[str, int]) -> None:
+    several = [n for g in groups if "matrices" in g for n, _ in g["params"]]
+    for name, count in matrices.items():
+        if not any(_asked(n, {name: count}) for n in several):
+            raise ValueError(
+                f"Invalid name {name!r} of matrices. Must be that of a hidden weight "
+                "or of its module."
+            )
 
 
 def vocabulary_apart(model: nn.Module, rule: Rule) -> GroupList:
@@ -139,7 +182,9 @@ def _kinds(model: nn.Module, *, biases: bool) -> dict[int, str]:
         kind |= {id(p): HEAD for p in last.parameters()}
     if biases:
         for module in model.modules():
-            weight, bias = (getattr(module, x, None) for x in ("weight", "bias"))
+            row = kind_of(module, LayerOptions())
+            names = (row.weight_name, row.bias_name) if row else ("weight", "bias")
+            weight, bias = (getattr(module, x, None) for x in names)
             own = kind.get(id(weight), REST)
             if bias is not None and own in (HIDDEN, CONVOLUTIONS):
                 kind[id(bias)] = own

@@ -7,7 +7,8 @@ from torch import nn
 
 from natgrad.layers.block import LayerKind
 from natgrad.layers.embedding import Embedding
-from natgrad.layers.matrices import Conv, Linear, TransposedLinear
+from natgrad.layers.experts import Experts
+from natgrad.layers.matrices import Conv, InProjection, Linear, TransposedLinear
 from natgrad.layers.norm import (
     BatchNorm,
     GroupNorm,
@@ -16,6 +17,7 @@ from natgrad.layers.norm import (
     SyncBatchNorm,
 )
 from natgrad.layers.options import LayerOptions
+from natgrad.layers.transposed import ConvTranspose
 
 COMPUTING = ("forward", "__call__", "_conv_forward")
 """Methods with which a subclass may compute something else than its parent."""
@@ -38,6 +40,9 @@ TABLE: dict[Key, Row | None] = {
     nn.Conv1d: Row(Conv),
     nn.Conv2d: Row(Conv),
     nn.Conv3d: Row(Conv),
+    nn.ConvTranspose1d: Row(ConvTranspose),
+    nn.ConvTranspose2d: Row(ConvTranspose),
+    nn.ConvTranspose3d: Row(ConvTranspose),
     nn.Embedding: Row(Embedding),
     nn.BatchNorm1d: Row(BatchNorm),
     nn.BatchNorm2d: Row(BatchNorm),
@@ -46,6 +51,7 @@ TABLE: dict[Key, Row | None] = {
     nn.LayerNorm: Row(LayerNorm),
     nn.GroupNorm: Row(GroupNorm),
     torch.nn.RMSNorm: Row(RMSNorm),
+    nn.MultiheadAttention: Row(InProjection, "in_proj_weight", "in_proj_bias"),
     "transformers.pytorch_utils.Conv1D": Row(TransposedLinear),
 }
 
@@ -62,8 +68,8 @@ def register_layer(
     Args:
         module: the module's class, or its name as ``"package.module.Class"``.
         kind: a `LayerKind` subclass, the name of one in the table (``"linear"``,
-            ``"conv"``, ``"embedding"``, ``"batch_norm"``, ``"layer_norm"``, ...),
-            or None to leave such modules out.
+            ``"conv"``, ``"embedding"``, ``"batch_norm"``, ``"layer_norm"``, ...) or
+            ``"experts"``, or None to leave such modules out.
         weight: the name of the parameter that is the weight.
         bias: the name of the bias; modules need not have one.
 
@@ -71,7 +77,8 @@ def register_layer(
     ``forward``. It is used by every optimizer that is made afterwards.
     """
     if isinstance(kind, str):
-        kinds = {row.kind.name: row.kind for row in TABLE.values() if row is not None}
+        known = (Experts, *(row.kind for row in TABLE.values() if row is not None))
+        kinds = {kind.name: kind for kind in known}
         if kind not in kinds:
             raise ValueError(
                 f"Invalid kind={kind!r}. Must be one of {', '.join(kinds)}, "

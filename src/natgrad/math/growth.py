@@ -8,7 +8,7 @@ right one of the transposed update.
 import torch
 from torch import Tensor
 
-from natgrad.math.parts import on_right
+from natgrad.math.parts import on_right, values_on_right
 from natgrad.math.rules import between
 
 # The rows of an update that are looked at: the longest ones have most of its curvature.
@@ -26,6 +26,12 @@ def rows_at(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.unsqueeze(2).expand(-1, -1, x.shape[2]))
 
 
+def units(index: Tensor, like: Tensor) -> Tensor:
+    """``(s, k, m)``: the unit vectors that choose these rows of ``(s, m, n)``."""
+    zeros = like.new_zeros(*index.shape, like.shape[1])
+    return zeros.scatter_(2, index.unsqueeze(2), 1.0)
+
+
 def along(rows: Tensor, factor: Tensor) -> Tensor:
     """``tr(U X U^T)``: the curvature that a factor has along rows."""
     return (between(rows, factor, None) * rows).sum()
@@ -34,8 +40,8 @@ def along(rows: Tensor, factor: Tensor) -> Tensor:
 def along_eigen(rows: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
     """As `along`, of a factor ``Q diag(v) Q^T``; empty Q: of diag(v)."""
     rotated = on_right(rows, vectors) if vectors.numel() else rows
-    columns = rows.shape[2]
-    return (rotated.square() * values.reshape(len(rows), 1, -1)[..., :columns]).sum()
+    values = values_on_right(values, len(rows), rows.shape[2])
+    return (rotated.square() * values).sum()
 
 
 def log_growth(now: Tensor, then: Tensor) -> Tensor:

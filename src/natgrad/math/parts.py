@@ -3,7 +3,8 @@
 A whole factor is ``(s, n, n)``. Cut into k parts of b rows it is ``(s k, b, b)``, the
 parts of one matrix after another, and the last part of each has ``k b - n`` rows of
 padding, which are zero. See Note [Parts of a large factor] in `natgrad.plan.spec`.
-Everything here takes whole factors too: they have one part.
+Everything here takes whole factors too: they have one part. A factor on the right may
+have fewer matrices than there are directions: each is that of several, in order.
 """
 
 from collections.abc import Sequence
@@ -47,10 +48,15 @@ def diagonal_parts(whole: Tensor, parts: int, size: int) -> Tensor:
 
 def on_right(x: Tensor, factor: Tensor) -> Tensor:
     """``V R`` for V ``(..., s, m, n)`` and a whole R, or the parts of one."""
-    parts, size = len(factor) // x.shape[-3], factor.shape[-1]
-    if parts <= 1:
+    stack, rows, columns = x.shape[-3:]
+    size = factor.shape[-1]
+    parts = -(-columns // size)
+    shared = stack * parts // len(factor)
+    if shared > 1:  # their rows are rows of one direction
+        tall = x.reshape(*x.shape[:-3], stack // shared, shared * rows, columns)
+        return on_right(tall, factor).reshape(x.shape)
+    if parts == 1:
         return _product(x, factor)
-    columns = x.shape[-1]
     cut = _lengthened(x, parts * size).unflatten(-1, (parts, size))
     product = cut.transpose(-3, -2) @ factor.unflatten(0, (-1, parts))
     return product.transpose(-3, -2).flatten(-2)[..., :columns]
@@ -69,8 +75,16 @@ def on_left(factor: Tensor, x: Tensor) -> Tensor:
 def kronecker_values(right: Tensor, left: Tensor, like: Tensor) -> Tensor:
     """``(s, m, n)``, as ``like``: products of the eigenvalues of both sides."""
     stack, rows, columns = like.shape
-    right = right.reshape(stack, 1, -1)[..., :columns]
-    return left.reshape(stack, -1, 1)[:, :rows] * right
+    left = left.reshape(stack, -1, 1)[:, :rows]
+    return left * values_on_right(right, stack, columns)
+
+
+def values_on_right(values: Tensor, stack: int, columns: int) -> Tensor:
+    """``(s, 1, n)``: eigenvalues of factors on the right, or of their parts."""
+    parts = -(-columns // values.shape[-1])
+    whole = values.reshape(len(values) // parts, 1, -1)[..., :columns]
+    shared = stack // len(whole)
+    return whole if shared == 1 else whole.repeat_interleave(shared, 0)
 
 
 def without_padding(x: Tensor, parts: int, padding: int) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.math.parts import on_left, on_right
+from natgrad.math.products import triangular_product
 
 # A weight counts as if its rows had at least this norm in the root mean square, so that
 # one that is zero moves.
@@ -106,8 +107,9 @@ def between(x: Tensor, right: Tensor | None, left: Tensor | None) -> Tensor:
 
 
 def whiten(gradient: Tensor, right: Tensor | None, left: Tensor | None) -> Tensor:
-    """``W_left^T V W_right``; roots ``(s, n, n)``, diagonal ``(s, n)``, or None."""
-    return between(gradient, right, None if left is None else _transposed(left))
+    """``W_left^T V W_right``; upper triangular ``(s, n, n)``, diagonal, or None."""
+    x = _by_root(gradient, right)
+    return x if left is None else _by_root(x.mT, left).mT
 
 
 def whiten_back(polar: Tensor, right: Tensor | None, left: Tensor | None) -> Tensor:
@@ -116,7 +118,8 @@ def whiten_back(polar: Tensor, right: Tensor | None, left: Tensor | None) -> Ten
     Whatever roots W are taken, for P the polar factor of `whiten` this is the same:
     another root differs by an orthogonal matrix, which the polar factor passes on.
     """
-    return between(polar, None if right is None else _transposed(right), left)
+    x = _by_root(polar, right, transposed=True)
+    return x if left is None else _by_root(x.mT, left, transposed=True).mT
 
 
 def trust_ratio(weight_norm: Tensor, update_norm: Tensor, rows: Tensor | int) -> Tensor:
@@ -172,5 +175,10 @@ def moving_part(weight: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
     return norm, counts.mean()
 
 
-def _transposed(root: Tensor) -> Tensor:
-    return root if root.dim() == 2 else root.mT
+def _by_root(x: Tensor, root: Tensor | None, *, transposed: bool = False) -> Tensor:
+    """``V W`` or ``V W^T``."""
+    if root is not None and root.dim() == 3:
+        if len(root) == len(x):
+            return triangular_product(x, root, transposed=transposed)
+        root = root.mT if transposed else root  # the parts of one
+    return between(x, root, None)

@@ -85,6 +85,16 @@ class Plan:
             return tuple(range(self.world))
         return self.workers[block]
 
+    def parts_kept(self, statistic: str, rank: int) -> tuple[str, ...]:
+        """What a rank keeps of a statistic: its owner all, those with inverses these.
+
+        Of ``"average"``, ``"inverse"`` and ``"history"``, as they are saved.
+        """
+        if self.owners[statistic] == rank:
+            return ("average", "inverse", "history")
+        block = statistic.rpartition("/")[0]
+        return ("inverse",) if rank in self.keepers(block) else ()
+
     def check(self) -> None:
         """Raise ValueError unless every rank gets what it needs, exactly once."""
         check_plan(self)

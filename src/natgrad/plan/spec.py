@@ -11,6 +11,17 @@ of ``size`` rows each, in order, and the statistic is the stack ``(s * parts, si
 size)`` of them. So everything that handles stacks of matrices handles it as it is. The
 last part may be shorter: its last ``padding`` rows and columns stand for nothing. They
 are zero in the statistic and in its inverse, and no eigenvalue is counted for them.
+
+Note [One factor of several matrices]
+The matrices of a block may have the same inputs, as Q, K and V of one weight have. Then
+one factor on the right is that of all: it is ``shared``, estimated, kept, sent and
+inverted once, and its stack is 1 (or its parts), whatever the block's is.
+
+Note [Inputs of each matrix]
+Each expert of a layer has inputs of its own, and in some batches none. Its statistics
+are ``counted``: A is the mean over its own inputs, and a matrix that has none in a
+batch keeps both A and G as they are. G stays a mean over all examples, so that
+``G kron A`` is the Fisher's block of a weight that most examples do not use.
 """
 
 from __future__ import annotations
@@ -42,7 +53,8 @@ class StatisticSpec:
 
     ``eigen``: whether a factor is kept as an eigendecomposition; None: as the plan's
     ``inverse`` says for all. ``parts`` and ``padding``: see Note [Parts of a large
-    factor].
+    factor]; ``shared``: Note [One factor of several matrices]; ``counted``: Note
+    [Inputs of each matrix].
     """
 
     name: str
@@ -55,6 +67,8 @@ class StatisticSpec:
     eigen: bool | None = None
     parts: int = 1
     padding: int = 0
+    shared: bool = False
+    counted: bool = False
 
     def __post_init__(self) -> None:
         _positive(self.name, stack=self.stack, size=self.size, parts=self.parts)
@@ -80,8 +94,12 @@ class StatisticSpec:
 
     @cached_property
     def eigenvalues(self) -> int:
-        """How many the whole stack has; none for padding."""
-        return self.stack // self.parts * self.rows
+        """How many the whole stack has; none for padding.
+
+        Of a counted A those of one matrix: an input is that of one alone.
+        """
+        one = self.counted and self.side == "right"
+        return self.rows * (1 if one else self.stack // self.parts)
 
     @cached_property
     def elements(self) -> int:
@@ -116,7 +134,7 @@ class BlockSpec:
         for spec in self.statistics:
             sizes = {"right": self.cols, "left": self.rows}
             rows = sizes.get(spec.side, self.rows * self.cols)
-            stack = self.stack * spec.parts
+            stack = (1 if spec.shared else self.stack) * spec.parts
             if (spec.block, spec.stack, spec.rows) != (self.name, stack, rows):
                 raise ValueError(
                     f"Invalid statistic {spec.name!r} of block {self.name!r}. Must "

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from natgrad.math import foreach
-from natgrad.options import Options
 from natgrad.quadratic.options import AUTO
 from natgrad.quadratic.tuner import Lambda, Tuner, refuse_scaler
 from natgrad.rules.motion import Average
 
 if TYPE_CHECKING:
+    from natgrad.options import Options
     from natgrad.spngd import SPNGD
 
 Moves = Iterable[tuple[dict[str, Any], Average, list[Tensor], list[Tensor]]]
@@ -26,7 +26,7 @@ def before_first(name: str, value: Any) -> Any:
     return FIRST[name] if value == AUTO else value
 
 
-def require_no_rates(groups: Iterable[dict[str, Any]], options: Options) -> None:
+def require_no_rates(groups: Iterable[dict[str, Any]], options: "Options") -> None:
     """Raise if a group has a rate of its own that is found for all of them."""
     for name in FIRST:
         if getattr(options, name) != AUTO:
@@ -50,7 +50,7 @@ class Rates:
     def __init__(
         self,
         optimizer: "SPNGD",
-        options: Options,
+        options: "Options",
         damping: Lambda | None,
         scaler: torch.amp.GradScaler | None,
     ) -> None:

@@ -15,22 +15,22 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.precondition import kl_scale
 from natgrad.math.rules import LEAST_ROW, fading, moving_part, trust_ratio
 from natgrad.math.shards import local
 from natgrad.requiring import require_choice, require_number
 
+if TYPE_CHECKING:
+    from natgrad.layers import Block
+
 RUNAWAY = 100.0
 """A weight of more than so many times its norm at the start is said to run away."""
-
-
 LOOK_EVERY = 100
 
 
@@ -71,11 +71,11 @@ class References:
             return norms
         return self.total(norms.double().square()).sqrt().to(norms)
 
-    def weight_norms(self, blocks: Sequence[Block], like: Tensor) -> Tensor:
+    def weight_norms(self, blocks: "Sequence[Block]", like: Tensor) -> Tensor:
         """Of each block's weight and bias together, whoever works on the block."""
         return self.whole(weight_norms(blocks, like))
 
-    def begin(self, blocks: Sequence[Block], like: Tensor) -> None:
+    def begin(self, blocks: "Sequence[Block]", like: Tensor) -> None:
         """Note the norms of weights that are not known yet, in the first step all."""
         new = [b for b in blocks if b.name not in self.states and has_reference(b)]
         if new:
@@ -106,7 +106,7 @@ class References:
             s.usual, s.steps = x, s.steps + 1
         return new
 
-    def grown(self, blocks: Sequence[Block], like: Tensor) -> dict[str, float]:
+    def grown(self, blocks: "Sequence[Block]", like: Tensor) -> dict[str, float]:
         """By name, how many times its norm at the start a weight that runs away has."""
         known = [b for b in blocks if b.name in self.states]
         if not known:
@@ -119,7 +119,7 @@ class References:
         return {name: x for name, x in ratios.items() if not x <= RUNAWAY}
 
     def watch(
-        self, step: int, blocks: Sequence[Block], like: Tensor, *, warn: bool
+        self, step: int, blocks: "Sequence[Block]", like: Tensor, *, warn: bool
     ) -> None:
         """Warn once, when a weight runs away; looks every 100 steps."""
         if (self._warned and self.total is None) or (step + 1) % LOOK_EVERY:
@@ -146,7 +146,7 @@ class References:
         }
 
     def load(
-        self, saved: Mapping[str, Any], blocks: Iterable[Block], like: Tensor
+        self, saved: Mapping[str, Any], blocks: "Iterable[Block]", like: Tensor
     ) -> None:
         """Take over what `save` returned; a layer that it does not know begins now."""
         ours = {b.name for b in blocks}
@@ -162,17 +162,17 @@ class References:
         }
 
 
-def has_reference(block: Block) -> bool:
+def has_reference(block: "Block") -> bool:
     """Whether updates of a block get a length, and are ours to give."""
     return rows_of(block) > 0 and not block.is_foreign
 
 
-def usual_norm(block: Block) -> float:
+def usual_norm(block: "Block") -> float:
     """Of a weight that begins at zero: as torch has it, rows of 1 / sqrt(3)."""
     return 0.0 if block.is_table else math.sqrt(rows_of(block) / 3)
 
 
-def rows_of(block: Block) -> int:
+def rows_of(block: "Block") -> int:
     """How many outputs a weight has whose updates get a length; 0 for another."""
     if block.is_factored:
         return block.spec.stack * block.spec.rows
@@ -181,7 +181,7 @@ def rows_of(block: Block) -> int:
     return dims[0] if is_matrix and (block.is_asked or block.rule.adapts) else 0
 
 
-def norms_here(blocks: Sequence[Block], number: int) -> list[Tensor]:
+def norms_here(blocks: "Sequence[Block]", number: int) -> list[Tensor]:
     """Of what this rank has of each block's first or second parameter.
 
     Their squares add up over ranks: what several have counts by its part.
@@ -192,7 +192,7 @@ def norms_here(blocks: Sequence[Block], number: int) -> list[Tensor]:
     return [x if n == 1 else x / math.sqrt(n) for x, n in norms]
 
 
-def weight_norms(blocks: Sequence[Block], like: Tensor) -> Tensor:
+def weight_norms(blocks: "Sequence[Block]", like: Tensor) -> Tensor:
     """Of what this rank has of each block's weight and bias together."""
     found = iter(norms_here([b for b in blocks if len(b.parameters) > 1], 1))
     zero = like.new_zeros(())
@@ -227,7 +227,7 @@ class Sight:
             names of the blocks.
     """
 
-    blocks: Mapping[str, Block]
+    blocks: "Mapping[str, Block]"
     directions: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     like: Tensor

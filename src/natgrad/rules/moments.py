@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from natgrad.layers import Block
 from natgrad.math.rules import moved_moment
 
 if TYPE_CHECKING:
+    from natgrad.layers import Block
     from natgrad.rules.preconditioner import Stacks
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -91,7 +91,7 @@ class Moments:
     @staticmethod
     def loaded(
         saved: Mapping[str, Any],
-        blocks: Iterable[Block],
+        blocks: "Iterable[Block]",
         dtype: torch.dtype | None = None,
     ) -> dict[str, Moment]:
         """The states that `save` wrote; raises if they are of other blocks."""
@@ -114,7 +114,7 @@ class Moments:
         }
 
 
-def moment_shape(block: Block) -> tuple[int, int, int]:
+def moment_shape(block: "Block") -> tuple[int, int, int]:
     """Of what a block's rule keeps: ``(s, m, n)``, or fewer numbers."""
     return block.rule.moment_shape(block.shape) or block.shape
 

@@ -9,12 +9,11 @@ because momentum may change.
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.precondition import rescale_factor
 from natgrad.math.rules import averaged_noise
@@ -22,6 +21,9 @@ from natgrad.math.shards import local
 from natgrad.math.statistics import widen
 from natgrad.requiring import require_choice
 from natgrad.rules.lengths import References, norms_here
+
+if TYPE_CHECKING:
+    from natgrad.layers import Block
 
 VELOCITY, MASS = "velocity", "mass"
 
@@ -177,11 +179,13 @@ class Decay:
     coupled: bool = True
     """Whether the decay is part of the gradient; else each step shrinks the weight."""
 
-    def decayed(self, block: Block) -> Sequence[Tensor]:
+    def decayed(self, block: "Block") -> Sequence[Tensor]:
         """The parameters of a block that a decay which is not coupled shrinks."""
         return ()
 
-    def rescaled(self, blocks: Sequence[Block], references: References) -> list[Change]:
+    def rescaled(
+        self, blocks: "Sequence[Block]", references: References
+    ) -> list[Change]:
         """Change weights after the update; returns which, and by how much."""
         return []
 
@@ -211,7 +215,7 @@ class Decoupled(Decay):
     def __post_init__(self) -> None:
         require_choice("of", self.of, get_args(Decayed))
 
-    def decayed(self, block: Block) -> Sequence[Tensor]:
+    def decayed(self, block: "Block") -> Sequence[Tensor]:
         """All of them, or the weight of a matrix."""
         if self.of == "all":
             return block.parameters
@@ -223,7 +227,9 @@ class Decoupled(Decay):
 class Rescaled(Decay):
     """As `Coupled`, and weights are kept at norm sqrt(2 d_out) (SP-NGD, eq. 24)."""
 
-    def rescaled(self, blocks: Sequence[Block], references: References) -> list[Change]:
+    def rescaled(
+        self, blocks: "Sequence[Block]", references: References
+    ) -> list[Change]:
         """Bring the weights of linear and convolution layers to that norm."""
         blocks = [b for b in blocks if b.kind is not None and b.kind.rescaled]
         weights = [local(b.parameters[0]).detach() for b in blocks]
@@ -251,7 +257,9 @@ class FixedNorm(Decay):
 
     coupled = False
 
-    def rescaled(self, blocks: Sequence[Block], references: References) -> list[Change]:
+    def rescaled(
+        self, blocks: "Sequence[Block]", references: References
+    ) -> list[Change]:
         """Multiply weights and biases by ``|w0| / |w|``."""
         known = [b for b in blocks if b.name in references.states]
         if not known:

@@ -22,6 +22,7 @@ class Parts:
         rule: of its matrices.
         fallback: of its other parameters.
         length, average, decay, damping, refresh: of all of them.
+        matrices: how many each linear weight is.
     """
 
     rule: Rule
@@ -31,6 +32,7 @@ class Parts:
     decay: Decay
     damping: Damping
     refresh: "Refresh"
+    matrices: int | None = None
 
 
 NAMES = tuple(f.name for f in fields(Parts))

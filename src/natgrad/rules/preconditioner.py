@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from natgrad.layers import Block
 from natgrad.math.inverse import Inverse
 from natgrad.math.precondition import descending
 from natgrad.math.rules import mean_of_entries
@@ -19,6 +18,7 @@ from natgrad.rules.rule import Matrices
 if TYPE_CHECKING:
     from natgrad.factors.state import StatisticState
     from natgrad.factors.statistics import Statistics
+    from natgrad.layers import Block
 
 # Blocks of equal shape are done by one product up to this many elements each; larger
 # ones keep a device busy by themselves, and joining their gradients takes memory.
@@ -39,7 +39,7 @@ class Preconditioner:
 
     def __call__(
         self,
-        blocks: Sequence[Block],
+        blocks: "Sequence[Block]",
         directions: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
@@ -55,14 +55,14 @@ class Preconditioner:
             updates.update(zip(shares, parts, strict=True))
         return updates
 
-    def _groups(self, blocks: Sequence[Block]) -> list[list[Block]]:
+    def _groups(self, blocks: "Sequence[Block]") -> "list[list[Block]]":
         """Blocks that one product can do together, most of them alone."""
         groups: dict[Hashable, list[Block]] = {}
         for block in blocks:
             groups.setdefault(self._alike(block), []).append(block)
         return list(groups.values())
 
-    def _alike(self, block: Block) -> Hashable:
+    def _alike(self, block: "Block") -> Hashable:
         """What the blocks of a group have in common."""
         if isinstance(block.rule, Plain) or block.spec.elements > TOGETHER_UP_TO:
             return block.name
@@ -80,7 +80,7 @@ class Preconditioner:
 
     def _seen(
         self,
-        group: list[Block],
+        group: "list[Block]",
         v: Tensor,
         directions: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
@@ -102,7 +102,7 @@ class Preconditioner:
             mean=self._mean(group[0]),
         )
 
-    def _mean(self, block: Block) -> Callable[[Tensor], Tensor]:
+    def _mean(self, block: "Block") -> Callable[[Tensor], Tensor]:
         """Over all entries: of a block that is cut, those of all ranks."""
         comm, count = self.statistics.comm, block.spec.elements
         if comm.world == 1 or not (block.spec.elementwise and block.spec.cuts):
@@ -115,7 +115,7 @@ class Preconditioner:
 
         return mean
 
-    def _curvature(self, group: list[Block]) -> Tensor | None:
+    def _curvature(self, group: "list[Block]") -> Tensor | None:
         states = [self.statistics.states[f"{block.name}/S"] for block in group]
         moment = self.stacks.of(states)
         return None if moment is None else moment[0]
@@ -174,7 +174,7 @@ class Preconditioner:
         return [state for state in found if state is not None]
 
     def _inverses(
-        self, group: list[Block]
+        self, group: "list[Block]"
     ) -> tuple[Inverse | None, Inverse | None, bool]:
         """What is kept of the right and left factors, and whether none is missing."""
         by_side: dict[str, Inverse | None] = {}
@@ -187,7 +187,7 @@ class Preconditioner:
         return by_side.get("right"), by_side.get("left"), known
 
 
-def _joined(group: list[Block], tensors: Mapping[str, Tensor]) -> Tensor:
+def _joined(group: "list[Block]", tensors: Mapping[str, Tensor]) -> Tensor:
     if len(group) == 1:
         return tensors[group[0].name]
     return torch.cat([tensors[block.name] for block in group])

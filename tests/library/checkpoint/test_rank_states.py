@@ -140,7 +140,7 @@ def replan(rank: int) -> tuple[list[int], list[dict[str, float]], list[int]]:
 
 
 def test_a_new_plan_keeps_the_counts_and_leaves_no_group() -> None:
-    for groups, looks, totals in run_world(2, replan):
+    for groups, looks, totals in run_world(2, replan, checked=False):
         assert len(set(groups)) == 1
         assert min(sent for look in looks for sent in look.values()) >= 0
         for i in (0, 3, 6):

@@ -24,8 +24,6 @@ from tests.support.world import run_world
 import natgrad
 
 pytestmark = pytest.mark.processes
-if os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
-    pytest.skip("torch holds ranks in a barrier then", allow_module_level=True)
 PROMPT = 2.0
 """Seconds within which a rank hears that another has raised."""
 
@@ -70,7 +68,7 @@ def freeze_a_bias(rank: int) -> Any:
 
 
 def test_a_bias_that_was_frozen_on_one_rank() -> None:
-    (kind, message, seconds), raised = run_world(2, freeze_a_bias)
+    (kind, message, seconds), raised = run_world(2, freeze_a_bias, checked=False)
     assert raised[0] == "RuntimeError"
     assert raised[1].startswith("The bias of 3 was frozen or unfrozen")
     assert (kind, seconds < PROMPT) == ("CommError", True), (kind, message, seconds)
@@ -93,7 +91,7 @@ def raise_together(rank: int, method: str) -> Any:
 
 @pytest.mark.parametrize("method", ["spngd", "kfac ddp"])
 def test_ranks_that_raise_the_same_may_go_on(method: str) -> None:
-    (raised, weights), other = run_world(2, raise_together, method)
+    (raised, weights), other = run_world(2, raise_together, method, checked=False)
     assert [r[:2] for r in raised] == [("KeyError", "'lost'")] * 2
     assert [r[:2] for r in other[0]] == [("KeyError", "'lost'")] * 2
     assert torch.equal(weights, other[1])
@@ -170,7 +168,7 @@ def raise_outside(rank: int, where: str) -> Any:
 def test_a_rank_that_raises_before_its_step_is_named_after_the_timeout(
     where: str,
 ) -> None:
-    (kind, message, _), raised = run_world(2, raise_outside, where)
+    (kind, message, _), raised = run_world(2, raise_outside, where, checked=False)
     assert raised[:2] == ("KeyError", "'lost'")
     assert kind == "CommError"
     assert "All ranks live, but rank 1 is stuck" in message

@@ -1,7 +1,7 @@
 """Tensor parallelism, alone and under `fully_shard`: as one process trains."""
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.library.distributed.test_sharded_checkpoint import resume, save
 from tests.support.world import run_world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,8 +24,30 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import natgrad
+from natgrad.capture import hooks, recorder
+from natgrad.layers import Layout
+from natgrad.layers.matrices import Linear
+from natgrad.math import shards
 
 BATCH, WORDS, LENGTH, CLASSES = 8, 9, 4, 3
+SCALER = torch.amp.GradScaler("cpu", init_scale=8.0)
+UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
+
+
+class Down(nn.Linear):
+    """The layer whose inputs tensor parallelism cuts, of two ranks."""
+
+
+class InTwo(Linear):
+    """What two ranks make of the inputs that they do not gather, on one process."""
+
+    def layout(self, module: nn.Module) -> Layout:
+        found = super().layout(module)
+        two = 0 if self.options.gather_inputs else self.weight(module).shape[1] // 2
+        return replace(found, apart=two)
+
+
+natgrad.register_layer(Down, InTwo)
 
 
 class Layer(nn.Module):
@@ -33,7 +55,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(6)
         self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 6)
+        self.down = Down(10, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -99,6 +121,13 @@ def make(name: str, model: nn.Module) -> tuple[Any, Any]:
         "spngd": lambda: natgrad.SPNGD(
             model, lr=1e-2, momentum=0.9, weight_decay=1e-2, damping=1e-2
         ),
+        "scaled": lambda: natgrad.SPNGD(model, lr=1e-2, grad_scaler=SCALER),
+        "blocks": lambda: natgrad.SPNGD(
+            model,
+            lr=1e-2,
+            damping=1e-2,
+            options=replace(natgrad.SPNGD.defaults, gather_inputs=False),
+        ),
         "muon": lambda: natgrad.Muon(model, lr=1e-2),
         "shampoo": lambda: natgrad.Shampoo(model, lr=1e-2),
     }
@@ -118,6 +147,7 @@ class Case:
     micro: int = 1
     clip: bool = False
     recomputes: bool = False
+    half: bool = False
     dtype: torch.dtype = torch.float64
 
 
@@ -130,10 +160,15 @@ CASES = {
     "spngd, by sequence": Case("spngd", by_sequence=True, wrap="whole"),
     "kfac": Case("kfac"),
     "kfac, by sequence": Case("kfac", by_sequence=True),
+    "blocks": Case("blocks"),
+    "blocks, by sequence": Case("blocks", by_sequence=True, wrap="layers"),
     "accumulated": Case("kfac", by_sequence=True, steps=4, micro=2),
     "clipped": Case("spngd", by_sequence=True, steps=4, clip=True),
     "recomputed": Case("spngd", by_sequence=True, steps=4, recomputes=True),
+    "scaled": Case("scaled", by_sequence=True, steps=4),
     "float32": Case("polar", steps=1, dtype=torch.float32, bound=1e-5),
+    # weights that have moved by up to 0.15
+    "bfloat16": Case("spngd", steps=4, half=True, dtype=torch.float32, bound=4e-3),
     # where eigenvalues are equal, a batch in another order makes as much on one process
     "ekfac": Case("ekfac", by_sequence=True, steps=5, bound=1e-5),
 }
@@ -155,6 +190,7 @@ def train(
 ) -> None:
     """``own`` steps: on its part of each batch."""
     model.recomputes = case.recomputes
+    scaler = SCALER if case.make == "scaled" else UNSCALED
     for x, y in data(case.steps)[first:]:
         own.zero_grad()
         batches = zip(x.chunk(case.micro), y.chunk(case.micro), strict=True)
@@ -163,33 +199,48 @@ def train(
             if isinstance(sharded, FSDPModule):
                 sharded.set_requires_gradient_sync(i == case.micro - 1)
             mine = inputs.chunk(parts)[part], labels.chunk(parts)[part]
-            (F.cross_entropy(model(mine[0]), mine[1]) / case.micro).backward()
+            loss = F.cross_entropy(model(mine[0]), mine[1]) / case.micro
+            scaler.scale(loss).backward()
         if case.clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        own.step()
+        scaler.step(own)
+        scaler.update()
 
 
-def shard(model: Net, mesh: Any, wrap: str) -> None:
+def shard(model: Net, mesh: Any, wrap: str, *, half: bool = False) -> None:
+    dtypes = (torch.bfloat16, torch.float32) if half else (None, None)
+    policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
     layers = [m for m in model.modules() if [*m.parameters(recurse=False)]]
     parts = {"whole": [], "blocks": [model.first, model.second], "layers": layers}
     for module in (*parts[wrap], model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def whole_but_inputs(x: Tensor) -> Tensor:
+    """Fails where a forward would gather features."""
+    assert hooks.backward_id() != -1 or not shards.width(x, -1)
+    return shards.whole(x)
 
 
 def every_case(rank: int, world: int, names: list[str]) -> Any:
-    """On a mesh of two for the layers, and the rest for the data."""
+    """On a mesh of two for the layers, and the rest for the data, in two copies."""
     found: dict[str, Any] = {}
     kept: dict[str, list[str]] = {}
-    shape = world // 2, 2
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "layers"))
+    copies = world // 4 or 1
+    axes = ("copies", "data", "layers")
+    shape = copies, world // 2 // copies, 2
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    data = mesh["data"] if copies == 1 else mesh["copies", "data"]
     for name in names:
         case = CASES[name]
         model = build(case.dtype)
         parallelize(model, mesh["layers"], by_sequence=case.by_sequence)
         if world > 2:
-            shard(model, mesh["data"], case.wrap)
+            shard(model, data, case.wrap, half=case.half)
         stepper, own = make(case.make, model)
-        with closing(own):
+        with closing(own), pytest.MonkeyPatch.context() as patch:
+            if case.make == "blocks":
+                patch.setattr(recorder, "whole", whole_but_inputs)
             train(model, stepper, case, rank // 2, world // 2)
             own.engine.plan.check()
             moved_as_planned(own)
@@ -207,9 +258,10 @@ def one_process(case: Case) -> dict[str, Tensor]:
         return whole(model)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_parallel_layers_train_as_one_process_does(world: int) -> None:
-    results = run_world(world, every_case, world, [*CASES], timeout=300)
+    """On 2 ranks alone, on 2 x 2 under fully_shard, on 2 x 2 x 2 under HSDP."""
+    results = run_world(world, every_case, world, [*CASES], timeout=60 + 90 * world)
     for name, case in CASES.items():
         want = one_process(case)
         for parameters, _ in results:

@@ -10,9 +10,9 @@ from torch import nn
 
 import natgrad
 from natgrad import KFAC, SPNGD, Adaptive, Budget, Every, Scheduled
-from natgrad.engine.auto import built_in, find_machine
+from natgrad.engine.auto import find_machine
 from natgrad.plan import HardwareProfile
-from natgrad.plan.autotune.profile import Collective, Curve, Link
+from natgrad.plan.autotune.profile import Collective, Curve, Link, built_in
 from natgrad.plan.autotune.profile_file import default_path, save_profile
 
 CPU = torch.device("cpu")

@@ -297,10 +297,15 @@ class First(nn.Module):
         return self.layer(*[x] * self.arguments)[0]
 
 
-def transposed() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 4)), nn.ConvTranspose1d(1, 2, 2), nn.Flatten()
-    )
+class Both(nn.Module):
+    """A layer with two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(4, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x)
 
 
 weight_norm = nn.utils.parametrizations.weight_norm
@@ -309,13 +314,7 @@ spectral_norm = nn.utils.parametrizations.spectral_norm
 UNKNOWN: dict[str, tuple[Callable[[], nn.Module], int, str, str]] = {
     "lstm": (lambda: First(nn.LSTM(4, 4)), 4, "layer.weight_ih_l0", "LSTM is not"),
     "gru": (lambda: First(nn.GRU(4, 4)), 4, "layer.weight_hh_l0", "GRU is not a known"),
-    "attention": (
-        lambda: First(nn.MultiheadAttention(4, 2), 3),
-        4,
-        "layer.in_proj_weight",
-        "MultiheadAttention is not a known layer",
-    ),
-    "transposed": (transposed, 10, "1.weight", "ConvTranspose1d is not a known layer"),
+    "bilinear": (Both, 4, "layer.weight", "Bilinear is not a known layer"),
     "rms": (RMSNorm, 4, "weight", r"\w+\.RMSNorm is not a known layer"),
     "experts": (Experts, 4, "up", "Experts is not a known layer"),
     "weight_norm": (

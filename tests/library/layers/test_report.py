@@ -75,8 +75,11 @@ def test_every_parameter_is_listed_once() -> None:
         ("partly.bias", ["-", "the weight of its Linear is frozen"]),
         ("skipped.weight", ["-", "named in skip"]),
         ("skipped.bias", ["-", "named in skip"]),
-        ("attention.in_proj_weight", ["-", "MultiheadAttention is not a known"]),
-        ("attention.out_proj.weight", ["-", "MultiheadAttention does not call it"]),
+        (
+            "attention.in_proj_weight",
+            ["in_projection", "A 7, G 3x6", "3 matrices, one A"],
+        ),
+        ("attention.out_proj.weight", ["linear", "A 7, G 6"]),
         ("scale", ["-", "Zoo is not a known layer"]),
     ],
 )
@@ -101,7 +104,7 @@ def test_cut_factors_are_reported() -> None:
     want = ["linear", "A 2x5, G 3", "144 B", "A kept as 2 diagonal blocks"]
     assert rows["0.weight"] == want
     assert rows["1.weight"][1] == "A 6x9, G 2x3"
-    assert rows["1.weight"][-1] == "A kept as 3 diagonal blocks"
+    assert rows["1.weight"][-1] == "2 matrices; A kept as 3 diagonal blocks"
 
 
 def test_norms_are_reported_when_skipped() -> None:
@@ -125,7 +128,8 @@ def test_bytes_and_the_summary(style: Any) -> None:
     first, second, third, blank, *_ = lines[-10:]
     assert blank == ""
     assert first.startswith(
-        f"2 blocks, {parameters} of {parameters + 8} trained parameters preconditioned"
+        f"2 blocks, {parameters} of {parameters + 8} trained parameters (83%) "
+        "preconditioned"
     )
     assert f"{8 * (21 + 10 + 15 + 6)} B of statistics" in first
     assert second == "8 parameters without a block keep their plain gradient."

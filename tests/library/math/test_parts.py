@@ -136,3 +136,19 @@ def test_the_parts_of_a_convolutions_moments(
     torch.testing.assert_close(found, diagonal_parts(dense, parts, size))
     want = diagonal_parts(conv_output_moment(g, groups), -(-4 // channels), channels)
     torch.testing.assert_close(conv_output_parts(g, groups, channels), want)
+
+
+@pytest.mark.parametrize(("columns", "parts", "size"), [(4, 1, 4), (5, 2, 3)])
+def test_a_factor_may_be_that_of_several_directions(
+    columns: int, parts: int, size: int
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 2, columns, dtype=torch.float64)
+    factor = torch.randn(2 * parts, size, size, dtype=torch.float64)
+    values = torch.randn(2 * parts, size, dtype=torch.float64)
+    each = factor.unflatten(0, (2, parts)).repeat_interleave(3, 0).flatten(0, 1)
+    own = values.unflatten(0, (2, parts)).repeat_interleave(3, 0).flatten(0, 1)
+    torch.testing.assert_close(on_right(x, factor), on_right(x, each))
+    left = torch.randn(6, 2, dtype=torch.float64)
+    alone = kronecker_values(own, left, x)
+    torch.testing.assert_close(kronecker_values(values, left, x), alone)

@@ -17,7 +17,14 @@ from torch.nn import functional as F
 
 import natgrad
 from natgrad import Every, LayerTrust, Polar
-from natgrad.math.growth import along, along_eigen, log_growth, longest, rows_at
+from natgrad.math.growth import (
+    along,
+    along_eigen,
+    log_growth,
+    longest,
+    rows_at,
+    units,
+)
 from natgrad.math.rules import averaged_noise, fading
 
 LR = 0.05
@@ -84,6 +91,7 @@ def test_curvature_along_an_update_by_brute_force(side: str) -> None:
     index = longest(turned)
     rows = rows_at(turned, index)
     assert rows.shape == (2, min(32, turned.shape[1]), size)
+    assert torch.equal(units(index, turned) @ turned, rows)
     lengths = turned.norm(dim=2)
     for k in range(2):
         kept = lengths[k][index[k]]

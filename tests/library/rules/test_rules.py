@@ -585,7 +585,9 @@ def test_polar_changes_every_layer_by_a_part_of_what_it_was_at_the_start() -> No
 
 
 def test_polar_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("natgrad.rules.orthogonal.polar", lambda x: polar(x, 12))
+    monkeypatch.setattr(
+        "natgrad.rules.orthogonal.polar", lambda x, *_, **__: polar(x, 12)
+    )
     model, lr, decay = mlp(), 0.05, 0.1
     optimizer = Polar(model, lr=lr, momentum=0.0, damping=0.5, weight_decay=decay)
     layer = model[0]

@@ -40,12 +40,14 @@ class Demo:
 def main(arguments: Sequence[str]) -> int:
     """Run the races and print what came out."""
     asked = tyro.cli(Demo, prog="natgrad demo", args=list(arguments))
+    if asked.steps is not None and asked.steps < 1:
+        raise UserError(f"Invalid steps={asked.steps}. Must be >= 1.")
     folder = runs.choose_folder("demo", asked.out)
     folder.mkdir(parents=True, exist_ok=True)
     print(
         f"{len(CONTENDERS)} optimizers train on {len(TASKS)} small tasks, each at the "
-        "best of five learning rates\n(from natgrad_lab/demo/sweep.json); SPNGD finds "
-        "its own. This takes about 90 seconds."
+        "best of five learning rates\n(natgrad_lab/demo/sweep.json); SPNGD finds its "
+        "own. It takes about 90 seconds."
     )
     torch.set_num_threads(1)  # small networks gain nothing by more
     found: dict[str, list[Race]] = {}

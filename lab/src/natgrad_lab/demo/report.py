@@ -15,8 +15,8 @@ def best_rival(races: Sequence[Race]) -> Race:
     return min(others, key=lambda r: r.final)
 
 
-HEADS = ("optimizer", "rate", "final loss", "steps", "seconds", "seconds in all")
-"""Of the table; "steps" and "seconds" are those to the end of the best rival."""
+HEADS = ("optimizer", "rate", "final loss", "steps to *", "s to *", "s in all")
+"""Of the table; "*" is the best rival, whose final loss is to be reached."""
 
 
 def table_of(found: Mapping[str, Sequence[Race]]) -> Table:
@@ -39,8 +39,8 @@ def table_of(found: Mapping[str, Sequence[Race]]) -> Table:
                 f"{each.seconds[-1]:.1f}",
             )
     table.caption = (
-        "* the best of SGD, AdamW, Muon and SOAP: steps and seconds are\n"
-        "those after which an optimizer had reached its final loss"
+        "* the best of SGD, AdamW, Muon and SOAP; steps and seconds (s) to *\n"
+        "are those after which an optimizer had reached its final loss"
     )
     return table
 
@@ -62,8 +62,8 @@ def sentences(found: Mapping[str, Sequence[Race]]) -> Iterator[str]:
         steps, seconds = reached
         yield (
             f"{task} reaches the final loss of {goal.contender}, {goal.final:.3g}, "
-            f"after {steps} of {goal.steps[-1]} steps and {seconds:.1f} of "
-            f"{goal.seconds[-1]:.1f} s, and ends at {best.final:.3g}."
+            f"after {steps} of {goal.steps[-1]} steps and {seconds:.1f} s (it took "
+            f"{goal.seconds[-1]:.1f} s), and ends at {best.final:.3g}."
         )
 
 

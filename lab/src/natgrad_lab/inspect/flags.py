@@ -97,7 +97,7 @@ def always_refreshed(records: Sequence[Record]) -> list[Flag]:
     text = (
         f"All refreshes together take {cost:.0f}% of the step. Longer intervals, "
         "Adaptive or Budget make them rarer; if the statistics do change that fast "
-        "(see the change rates), a larger batch makes them calmer."
+        "(see the change rates), a larger batch makes them change less."
     )
     title = f"{which} {verb} refreshed at every step"
     names = dict.fromkeys(name.rpartition("/")[0] for name in found)

@@ -75,7 +75,7 @@ QUANTITIES = (
     Quantity(
         key="motion",
         title="Motion of the weights",
-        explain="Relative change since the look before.",
+        explain="Relative change since the measurement before.",
     ),
     Quantity(
         key="largest", title="Largest eigenvalue", explain="Of the layer's Fisher."

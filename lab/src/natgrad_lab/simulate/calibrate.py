@@ -26,6 +26,8 @@ from natgrad_lab.errors import UserError
 from natgrad_lab.simulate import operations
 from natgrad_lab.simulate.modeltimes import in_own_process
 from natgrad_lab.simulate.operations import fit_curve, fit_positive
+from natgrad_lab.simulate.tuning import tune
+from natgrad_lab.simulate.work import lab_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +56,29 @@ class Calibrate:
 def main(arguments: Sequence[str]) -> int:
     """Parse, measure, write."""
     asked = tyro.cli(Calibrate, prog="natgrad calibrate", args=list(arguments))
-    if len(asked.sizes) < 2 or min(asked.sizes) < 2:
-        raise UserError(f"Invalid sizes={asked.sizes}. Must be two or more, each >= 2.")
+    _require_legal(asked)
     output = asked.output or default_path()
+    # found out now, not after minutes of measuring, if it cannot be written there
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=output.parent):
+        pass
     profile = calibrate(asked)
     save_profile(profile, output)
     print(f"profile: {output}")
     return 0
+
+
+def _require_legal(asked: Calibrate) -> None:
+    if len(asked.sizes) < 2 or min(asked.sizes) < 2:
+        raise UserError(f"Invalid sizes={asked.sizes}. Must be two or more, each >= 2.")
+    if asked.worlds and min(asked.worlds) < 2:
+        raise UserError(f"Invalid worlds={asked.worlds}. Must be >= 2, each.")
+    if not 0 < asked.seconds <= 60:
+        raise UserError(f"Invalid seconds={asked.seconds}. Must be in (0, 60].")
+    if asked.batch < 1:
+        raise UserError(f"Invalid batch={asked.batch}. Must be >= 1.")
+    for name in asked.models:
+        lab_settings(name)
 
 
 def calibrate(asked: Calibrate) -> HardwareProfile:
@@ -77,10 +95,12 @@ def calibrate(asked: Calibrate) -> HardwareProfile:
 
 def _calibrate(asked: Calibrate, device: str) -> HardwareProfile:
     short = asked.seconds
+    _say("small operations")
     layer = operations.call(short)
     own = operations.library_overheads(short)
     found = [_in_processes(world) for world in asked.worlds]
     link = _link(found)
+    _say(f"products and inverses of matrices up to {max(asked.sizes)}")
     return HardwareProfile(
         name="this machine",
         source=f"natgrad calibrate, torch {torch.__version__}, {device}, one thread",
@@ -103,16 +123,20 @@ def _calibrate(asked: Calibrate, device: str) -> HardwareProfile:
         crowding=_crowding(found),
         overlap=float(np.median([f["overlap"] for f in found])) if found else 1.0,
         collectives=tuple(c for f in found for c in _collectives(f)),
+        tuning=tune(device, short),
         models={
             name: in_own_process(name, asked.batch, device) for name in asked.models
         },
     )
 
 
+def _say(what: str) -> None:
+    print(f"measuring {what}", file=sys.stderr, flush=True)
+
+
 def _in_processes(world: int) -> dict[str, Any]:
     """What `collectives` measures on ``world`` processes."""
-    if world < 2:
-        raise UserError(f"Invalid worlds={world}. Must be >= 2.")
+    _say(f"exchanges between {world} processes")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         launch = ["-m", "torch.distributed.run", "--standalone"]
@@ -128,7 +152,7 @@ def _collectives(found: dict[str, Any]) -> list[Collective]:
     """A model of each kind of exchange, of least relative error."""
     ranks = found["world"]
     models = [Collective(kind="agree", ranks=ranks, begin=found["agree"])]
-    for kind in ("reduce", "all_reduce", "gather"):
+    for kind in ("reduce", "all_reduce", "gather", "all_to_all"):
         rows = [row for row in found["exchanges"] if row["kind"] == kind]
         parts = [[1.0, r["calls"], r["items"], r["bytes"]] for r in rows]
         seconds = np.array([r["seconds"] for r in rows])

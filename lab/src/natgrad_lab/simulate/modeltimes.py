@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from natgrad import KFAC, Every
-from natgrad.engine.step import Directions
 from natgrad.plan.autotune import ModelTimes
 from natgrad_lab.errors import UserError
 from natgrad_lab.models import build
@@ -107,12 +106,12 @@ def _precondition(kfac: KFAC, model: nn.Module, x: Tensor, y: Tensor) -> float:
     engine = kfac.engine
     gradients = {b.name: b.gradient() for b in engine.blocks}
     known = {name: g for name, g in gradients.items() if g is not None}
-    given = Directions(directions=known, gradients=known)
+    blocks = [engine.block[name] for name in known]
     spent: list[float] = []
     with torch.no_grad():
         for _ in range(12):
             start = now()
-            engine.precondition(given)
+            engine.preconditioner(blocks, known, known)
             spent.append(now() - start)
     return median(spent)
 

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from natgrad import KFAC, Every, KLClip
-from natgrad.engine.step import Directions
 from natgrad.math.conv.geometry import ConvGeometry
 from natgrad.math.conv.moments import conv_input_moment, conv_output_moment
 from natgrad.math.inverse import damped_inverses, eigendecompositions
@@ -171,8 +170,8 @@ def library_overheads(seconds: float, layers: int = 24) -> dict[str, float]:
         engine = kfac.engine
         gradients = {b.name: b.gradient() for b in engine.blocks}
         known = {name: g for name, g in gradients.items() if g is not None}
-        given = Directions(directions=known, gradients=known)
-        apply = timed(lambda: engine.precondition(given), seconds)
+        blocks = [engine.block[name] for name in known]
+        apply = timed(lambda: engine.preconditioner(blocks, known, known), seconds)
     often = Every(statistics=1, inverses=10**6)
     with KFAC(model, length=KLClip(lr=1e-3), refresh=often) as kfac:
 

@@ -80,7 +80,7 @@ def best_by_batch(results: Results) -> Figure:
 
 
 def iterations_to_target(results: Results) -> Figure:
-    """Figure 3: k_c(m), and the ideal hyperbola from the base batch (dotted)."""
+    """Figure 3: least iterations to each target, and the ideal (dotted)."""
     figure, axes = panels(1, 2)
     for axis, metric in zip(axes[0], METRICS, strict=True):
         for stage, method, costs in _stages(results, metric, iterations):
@@ -94,7 +94,7 @@ def iterations_to_target(results: Results) -> Figure:
 
 
 def speedup(results: Results) -> Figure:
-    """Figure 4: s_c(m; m0) and the ideal m / m0 (dotted)."""
+    """Figure 4: speedup over the base batch, and the ideal (dotted)."""
     figure, axes = panels(1, 2)
     for axis, metric in zip(axes[0], METRICS, strict=True):
         for stage, method, costs in _stages(results, metric, iterations):

@@ -151,7 +151,7 @@ class OptimizerConfig:
     """soap, shampoo: steps between two renewals of the preconditioner."""
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, "optimizer.lr", self.lr, "> 0")
+        require(0 < self.lr < math.inf, "optimizer.lr", self.lr, "> 0 and finite")
         momentum = self.usual_momentum
         require(0 <= momentum < 1, "optimizer.momentum", momentum, "in [0, 1)")
         require(0 <= self.beta2 < 1, "optimizer.beta2", self.beta2, "in [0, 1)")
@@ -260,6 +260,9 @@ class CurvatureConfig:
     """How normalisation layers are treated."""
     norm_damping_ratio: float | None = None
     """rho_BN: multiplies the damping of norm layers (Osawa et al. 2019, 4.2)."""
+    factor_precision: Literal["float16", "bfloat16"] | None = None
+    """What activations and gradients are rounded to before they are multiplied for a
+    statistic; none: not at all."""
     subsample: int | Literal["needed"] | None = None
     """Statistics from every k-th example only; 1: from all. needed: from as many as
     each layer needs, however large the batch."""
@@ -303,7 +306,8 @@ class CurvatureConfig:
         ok = not self.half or self.wire is not None
         require(ok, "curvature.half", self.half, "none unless curvature.wire is given")
         size = self.bucket_mib
-        require(size is None or size > 0, "curvature.bucket_mib", size, "> 0")
+        ok = size is None or 0 < size < math.inf
+        require(ok, "curvature.bucket_mib", size, "> 0 and finite")
         ok = self.kappa is None or self.length in (None, "kl_clip")
         legal = "none unless curvature.length is kl_clip"
         require(ok, "curvature.kappa", self.kappa, legal)
@@ -435,7 +439,8 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
-        require(self.epochs > 0, "epochs", self.epochs, "> 0")
+        finite = 0 < self.epochs < math.inf
+        require(finite, "epochs", self.epochs, "> 0 and finite")
         require(self.steps is None or self.steps >= 1, "steps", self.steps, ">= 1")
         require(self.batch >= 1, "batch", self.batch, ">= 1")
         micro = self.micro_batch
@@ -451,9 +456,11 @@ class TrainConfig:
         require(looks >= 0, "diagnostics", looks, ">= 0")
         legal = "0 unless the optimizer is spngd, polar or has kfac"
         require(not looks or self.optimizer.curved, "diagnostics", looks, legal)
-        require(self.timeout > 0, "timeout", self.timeout, "> 0")
+        limit = 10**8  # three years, in seconds
+        require(0 < self.timeout <= limit, "timeout", self.timeout, f"in (0, {limit}]")
         threads = self.threads
-        require(threads is None or threads >= 1, "threads", threads, ">= 1 or none")
+        ok = threads is None or 1 <= threads <= 1024
+        require(ok, "threads", threads, "in 1 to 1024, or none")
 
     def total_steps(self, examples: int) -> int:
         """Updates of the whole run on a training set of that size."""

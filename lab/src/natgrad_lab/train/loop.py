@@ -318,6 +318,11 @@ class Trainer:
         try:
             model = models.build_for(settings.name, dataset.shape, classes, **options)
         except TypeError as error:
+            if options and "'width'" in str(error):
+                why = f"Must be none: {settings.name} has no width."
+                raise UserError(
+                    f"Invalid model.width={settings.width}. {why}"
+                ) from None
             what = f"model {settings.name} on {dataset.name}"
             raise UserError(f"Cannot build {what}: {error}") from error
         if isinstance(model, models.Airbench):

@@ -34,6 +34,7 @@ def options_of(config: TrainConfig, examples: int) -> Options:
         rule=rule,
         fallback=_fallback(start, config),
         factor_decay=c.factor_decay,
+        factor_precision=_dtype(c.factor_precision),
         fisher=c.fisher,
         norm=c.norm,
         norm_damping_ratio=c.norm_damping_ratio,
@@ -68,11 +69,15 @@ def _comm(config: TrainConfig) -> CommOptions:
         timeout=config.timeout,
         hierarchical=known[c.hierarchical],
         **given(
-            precision=None if c.wire is None else getattr(torch, c.wire),
+            precision=_dtype(c.wire),
             half=c.half or None,
             bucket_bytes=None if c.bucket_mib is None else int(c.bucket_mib * 2**20),
         ),
     )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 def rule_of(config: TrainConfig) -> Rule:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad import KFAC, SPNGD
-from natgrad.checkpoint.gather import parts_kept
 from natgrad_lab.errors import UserError
 from natgrad_lab.train.processes import World
 from natgrad_lab.train.tree import Path, Rows
@@ -113,7 +112,7 @@ def wanted_by(curved: KFAC | SPNGD | None) -> Callable[[Path], bool]:
 
     def wanted(path: Path) -> bool:
         if path[:3] == ("optimizer", "natgrad", "statistics"):
-            return path[4] in parts_kept(plan, path[3], rank)
+            return path[4] in plan.parts_kept(path[3], rank)
         return path[:2] != ("optimizer", "state") or path[2] not in idle
 
     return wanted

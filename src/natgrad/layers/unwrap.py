@@ -11,7 +11,7 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, bool]:
         raise TypeError(
             f"Invalid model: a {kind}. Must be the model itself (an nn.Module), not "
             "its parameters or optimizer: KFAC(model, optimizer), "
-            "SPNGD(model, lr=0.02), Polar(model, lr=0.1)."
+            "SPNGD(model, lr=0.02), Polar(model)."
         )
     ddp = False
     while True:

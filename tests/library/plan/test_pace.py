@@ -12,10 +12,9 @@ from torch import nn
 
 import natgrad
 from natgrad import KFAC, SPNGD, Adaptive, Budget, Every, Paced, Polar
-from natgrad.factors import pace
-from natgrad.factors.pace import CORE, built_in_cost, paces, refresh_seconds
 from natgrad.layers import find_blocks
-from natgrad.plan import BlockSpec, StatisticSpec
+from natgrad.plan import BlockSpec, StatisticSpec, pace
+from natgrad.plan.pace import CORE, built_in_cost, paces, refresh_seconds
 
 
 def blocks_of(model: nn.Module) -> list[BlockSpec]:

@@ -13,14 +13,19 @@ that of all ranks together, so that every rank, any number of them, and a run th
 resumed come to the same intervals.
 """
 
+from __future__ import annotations
+
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
+from natgrad.plan.cost import CostModel
+from natgrad.plan.spec import BlockSpec, StatisticSpec
 
-from natgrad.plan import BlockSpec, CostModel, StatisticSpec
+if TYPE_CHECKING:
+    import torch
 
 SLOW = 2.0
 """Seconds above which a first refresh is announced."""
@@ -41,7 +46,9 @@ def built_in_cost(device: torch.device, inverse: str, rule: str) -> CostModel:
     """The cost model of a kind of device, whatever was calibrated."""
     if device.type != "cuda":
         return replace(CORE, inverse=inverse, scale=rule)
-    from natgrad.engine.auto import built_in  # slow to import, and of GPUs alone
+    from natgrad.plan.autotune.profile import (
+        built_in,  # slow to import, and of GPUs alone
+    )
 
     return built_in(device, 1).cost(inverse, rule)
 
