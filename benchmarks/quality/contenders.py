@@ -20,6 +20,7 @@ from natgrad import (
     AverageGradients,
     EigenAdam,
     Every,
+    FixedNorm,
     MuonLength,
     Options,
     Orthogonal,
@@ -43,8 +44,8 @@ class Contender:
         whole: the options of a `natgrad.Polar` for all parameters, instead of a split.
         split: the groups of that `Polar`: those of `natgrad.groups` (True), one for
             embeddings, which keep the factors of activations, and one for all else
-            ("tables"), one for embeddings by the fallback ("embeddings"), or one in
-            all.
+            ("tables"), one for embeddings by the fallback ("embeddings"), one for
+            hidden matrices, whose norms are fixed ("fixed"), or one in all.
         vocabulary: no groups are given to `Polar`, and Adam's rate for a vocabulary is
             this part of the learning rate.
     """
@@ -55,7 +56,7 @@ class Contender:
     refresh: natgrad.Refresh = OFTEN
     momentum: float | None = None
     whole: Options | None = None
-    split: bool | Literal["tables", "embeddings"] = False
+    split: bool | Literal["tables", "embeddings", "fixed"] = False
     vocabulary: float | None = None
 
 
@@ -92,7 +93,17 @@ CONTENDERS: dict[str, Contender] = {
         rule=ACTIVATIONS,
         lrs=RATES,
         whole=replace(WHOLE, rule=replace(ACTIVATIONS, beta2=0.95)),
-        vocabulary=0.05,
+        vocabulary=0.1,
+    ),
+    "polar-fixed": Contender(
+        rule=ACTIVATIONS,
+        lrs=RATES,
+        whole=replace(WHOLE, decay=FixedNorm()),
+        vocabulary=0.1,
+    ),
+    # of hidden matrices alone
+    "polar-fixed-hidden": Contender(
+        rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, split="fixed"
     ),
     "polar-0.9": Contender(
         rule=ACTIVATIONS,
@@ -292,6 +303,11 @@ def make(
             split = tables(model)
         elif contender.split == "embeddings":
             split = embeddings(model, options.fallback)
+        elif contender.split == "fixed":
+            every = list(model.named_parameters())
+            hidden = [(n, p) for n, p in every if is_hidden(n) and p.dim() > 1]
+            rest = [(n, p) for n, p in every if not (is_hidden(n) and p.dim() > 1)]
+            split = [{"params": hidden, "decay": FixedNorm()}, {"params": rest}]
         elif contender.split:
             split = natgrad.groups(model, options.rule, rest=options.fallback)
         else:

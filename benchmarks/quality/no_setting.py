@@ -1,9 +1,9 @@
 """Self-tuned K-FAC with nothing set, against rivals tuned with six trials each.
 
 Every rival has six settings at a constant rate with seed 0; the one with the least
-final training loss runs the other seeds too. ``auto`` has nothing to tune. Five tasks:
-a picture, autoencoders of digits and of Fashion-MNIST, Poisson's equation on a square,
-and a small classification.
+final training loss runs the other seeds too. ``auto`` has nothing to tune. The tasks: a
+picture, autoencoders of digits, of patches of a photograph and of Fashion-MNIST (which
+needs its files), Poisson's equation on a square, and a small classification.
 
     python -m benchmarks.quality.no_setting run --tasks digits,picture --seeds 1
     python -m benchmarks.quality.no_setting table

@@ -1,4 +1,4 @@
-"""The five tasks of `benchmarks.quality.no_setting`."""
+"""The tasks of `benchmarks.quality.no_setting`."""
 
 from __future__ import annotations
 
@@ -130,6 +130,20 @@ class Fashion(Autoencoder):
         self.train, self.test = (train, train), (test, test)
 
 
+class Patches(Autoencoder):
+    """4,000 grey patches of 12 x 12 pixels of flower.jpg; tested on its right."""
+
+    name, batch, widths = "patches", 512, (144, 128, 64, 16, 64, 128, 144)
+
+    def __init__(self) -> None:
+        from sklearn.datasets import load_sample_image
+
+        image = torch.tensor(load_sample_image("flower.jpg")).float().mean(2) / 255
+        left, right = image[:, :480], image[:, 480:]
+        train, test = _patches(left, 4000), _patches(right, 1000)
+        self.train, self.test = (train, train), (test, test)
+
+
 class Classes(Task):
     """Digits with a ReLU network; the test's error is the part that is wrong."""
 
@@ -220,6 +234,16 @@ def _images(part: str, count: int) -> Tensor:
     return found.reshape(-1, 784).float() / 255
 
 
+def _patches(image: Tensor, count: int, side: int = 12) -> Tensor:
+    """Random ones, ``(count, side^2)``."""
+    generator = torch.Generator().manual_seed(0)
+    every = image.unfold(0, side, 1).unfold(1, side, 1)
+    rows, columns = (
+        torch.randint(n, (count,), generator=generator) for n in every.shape[:2]
+    )
+    return every[rows, columns].flatten(1)
+
+
 def _digits() -> tuple[Tensor, Tensor]:
     from sklearn.datasets import load_digits
 
@@ -234,5 +258,6 @@ TASKS: dict[str, Callable[[], Task]] = {
     "picture": Picture,
     "poisson": Poisson,
     "classes": Classes,
+    "patches": Patches,
     "fashion": Fashion,
 }

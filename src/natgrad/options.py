@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
+import torch
+
 from natgrad.distributed.options import CommOptions
 from natgrad.factors.budget import Budget
 from natgrad.factors.refresh import Every, Paced, Refresh
+from natgrad.math.precision import HALF
 from natgrad.plan import Strategy
 from natgrad.plan.strategies import FIRST_PLACEMENT, FIRST_STRATEGY
 from natgrad.quadratic.options import (
@@ -88,6 +91,9 @@ class Options:
         factor_decay: weight of the old value in the running average of a statistic, in
             [0, 1]. 0 keeps only the newest estimate; 1 forgets nothing, which makes it
             a sum instead of an average (Shampoo).
+        factor_precision: what activations and gradients are rounded to before they are
+            multiplied for a statistic: None (not at all), ``torch.bfloat16`` or
+            ``torch.float16``. Sums are float32 in any case.
         fisher: ``"empirical"`` uses the gradients of the training loss;
             ``"sampled"`` uses labels drawn from the model (`sampled_backward`).
         hessian: of the loss at the outputs, for what is ``"auto"``: ``"loss"``, that of
@@ -148,6 +154,7 @@ class Options:
     damping: Damping | AutoDamping | Auto = 1e-3
     refresh: Refresh = field(default_factory=lambda: Paced(Every(10, 100, early=True)))
     factor_decay: float = 0.95
+    factor_precision: torch.dtype | None = None
     fisher: Fisher = "empirical"
     hessian: Hessian = "loss"
     loss: Loss = "mean"
@@ -180,6 +187,11 @@ class Options:
             object.__setattr__(self, "damping", AutoDamping())
         self._require_numbers()
         require_hessian(self.hessian)
+        if self.factor_precision not in (None, *HALF):
+            raise ValueError(
+                f"Invalid factor_precision={self.factor_precision}. Must be in "
+                f"{(None, *HALF)}."
+            )
         if self.subsample is not None:
             require_count("subsample", self.subsample, also=", or None")
         if self.largest_factor is not None:

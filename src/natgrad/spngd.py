@@ -22,7 +22,7 @@ from natgrad.engine.agreement import Overflow
 from natgrad.engine.engine import Engine
 from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
-from natgrad.factors.refresh import Adaptive, Every, Refresh
+from natgrad.factors.refresh import Adaptive, Every, Paced, Refresh
 from natgrad.layers import Block
 from natgrad.layers.block import require_known
 from natgrad.layers.registration import require_inside
@@ -83,7 +83,8 @@ class SPNGD(Inspectable, Optimizer):
         damping="auto",
         rule=Kronecker(style="eigen"),
         length=Free(),
-        refresh=Every(5, 20),
+        refresh=Paced(Every(5, 5), share=1.0),
+        factor_decay=0.77,  # 0.95 a step
         fisher="sampled",
         norm="unit",
         strategy="spngd",

@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from natgrad.distributed import watchdog
-from natgrad.distributed.communicator import Communicator
 from natgrad.distributed.loads import Load
 
 Result = dict[str, Any]
@@ -65,11 +64,8 @@ FATAL = (
     "killed before its step",
     "stopped in backward",
 )
-EXCHANGES: tuple[tuple[Any, str], ...] = (
-    (Load, "_close"),
-    (Communicator, "all_to_all"),
-)
-"""What a rank calls to send: of buckets, and of a sharded model's pieces."""
+EXCHANGES: tuple[tuple[Any, str], ...] = ((Load, "_close"),)
+"""What a rank calls to send."""
 
 
 @dataclass(frozen=True)

@@ -279,12 +279,17 @@ def test_a_model_trains_and_its_counts_are_those_of_its_loss(name: str) -> None:
             assert still or not torch.equal(p, before[key]), key
         report = owner.report().splitlines()
         for key, reason in case.plain.items():
-            assert any(key == x.split()[0] and reason in x for x in report), key
+            if isinstance(owner, Polar) and "Embedding.forward" in reason:
+                reason = "its group follows adam"  # a vocabulary is one of its own
+            row = next(x for x in report if x.startswith(f"{key} "))
+            assert reason in row, row
         assert not any("used without statistics" in line for line in report)
 
 
 def test_a_head_that_is_tied_to_an_embedding_that_is_not_known() -> None:
-    with Polar(CASES["bart"].build(), lr=1e-3) as optimizer:
+    model = CASES["bart"].build()
+    one_group = [{"params": model.named_parameters()}]
+    with Polar(model, one_group, lr=1e-3) as optimizer:
         report = optimizer.report().splitlines()
     row = next(line for line in report if line.startswith("model.shared.weight"))
     assert "linear" in row

@@ -3,8 +3,10 @@
 import json
 import statistics
 import time
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from tests.support.world import run_world
 
 from natgrad import KFAC, Every, Free
 from natgrad.distributed.communicator import Communicator
-from natgrad.plan import HardwareProfile, make_plan
+from natgrad.plan import EXCHANGES, HardwareProfile, Message, Wiring, make_plan
+from natgrad.plan.autotune import exchange_seconds, predict
 from natgrad.plan.autotune.profile import Collective, ModelTimes
 from natgrad.plan.loads import loads_of, lower_bound
 from natgrad_lab.errors import UserError
@@ -40,7 +43,7 @@ from natgrad_lab.simulate.published import (
     worker_sizes,
 )
 from natgrad_lab.simulate.roles import Conditions, roles_of
-from natgrad_lab.simulate.run import SGD, Method, simulate
+from natgrad_lab.simulate.run import SGD, Method, plan_of, simulate
 from natgrad_lab.simulate.work import Work, work_of
 from natgrad_lab.train.metrics import MetricsWriter
 from natgrad_lab.train.processes import World
@@ -547,7 +550,7 @@ def fly_counted(rank: int) -> list[tuple[int, int]]:
     """Collectives that the calibration counts, and those that were run."""
     world, found = World(rank=rank, size=2), []
     for strategy, name, _ in collectives.SHARES:
-        plan = make_plan(collectives.made_up(5, 96), world=2, strategy=strategy)
+        plan = collectives.plan_for(collectives.made_up(5, 96), 2, strategy)
         comm = Communicator(plan)
         collectives.fly(comm, name, world.device)
         run = comm.traffic()["total"][name]["calls"]
@@ -576,6 +579,9 @@ def test_a_machine_is_measured(
     assert profile.conv_statistics_flop
     assert [size for size, _ in profile.flops] == [16]
     assert ", cpu, one thread" in profile.source
+    assert profile.tuning is not None
+    assert profile.tuning.device == "cpu"
+    assert min(profile.tuning.product, profile.tuning.convolution) > 0
     assert (profile.crowding, profile.collectives, profile.overlap) == ((), (), 1.0)
 
 
@@ -610,7 +616,7 @@ def test_measured_exchanges_become_a_model_of_them() -> None:
     rows = [
         {"kind": kind, "calls": c, "items": i, "bytes": b}
         | {"seconds": 1e-3 + 2e-4 * c + 3e-5 * i + 1e-9 * b}
-        for kind in ("reduce", "all_reduce", "gather")
+        for kind in ("reduce", "all_reduce", "gather", "all_to_all")
         for c, i, b in sizes
     ]
     crowded = [{"x": 1.0}, {"x": 1.5}, {"x": 1.4}]
@@ -624,3 +630,54 @@ def test_measured_exchanges_become_a_model_of_them() -> None:
     # Nobody computes faster with more company, nor on cores that are not there.
     assert calibrate._crowding([found]) == pytest.approx((1.0, 1.5, 1.5))
     assert calibrate._crowding([found | {"cores": 1}]) == pytest.approx((1, 2, 3))
+
+
+def test_a_sharded_model_moves_its_weights_three_times_and_its_pieces_twice(
+    resnet50: Work,
+) -> None:
+    profile = find_profile("abci")
+    sgd = [
+        simulate(resnet50, profile, 64, replace(SGD, gradients=g))
+        for g in ("own", "sharded")
+    ]
+    assert sgd[1].seconds > sgd[0].seconds
+    method = Method(strategy="spngd", gradients="sharded")
+    plan = plan_of(resnet50, profile, 64, method)
+    phases = simulate(resnet50, profile, 64, method).phases
+    for name in ("reduce_gradients", "share_updates"):
+        assert phases[name] >= exchange_seconds(plan, name, profile) > 0
+
+
+@pytest.mark.parametrize(
+    "strategy", ["spngd", "layer_wise", "factor_wise", "hybrid(0.5)"]
+)
+def test_what_is_priced_is_what_is_executed_call_by_call(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data of `plan.sequence()`, which `test_sequence` holds equal to logs."""
+    priced: list[Message] = []
+
+    def note(message: Message, *given: Any) -> float:
+        priced.append(message)
+        return 1e-6
+
+    monkeypatch.setattr(predict, "message_seconds", note)
+    work, profile = work_of("mlp"), find_profile("abci")
+    for world in range(2, 7):
+        for gradients in ("own", "sharded"):
+            if gradients == "sharded" and strategy.startswith("hybrid"):
+                continue
+            method = Method(strategy=strategy, gradients=gradients)
+            plan = plan_of(work, profile, world, method)
+            priced.clear()
+            simulate(work, profile, world, method)
+            # of columns that do the same at the same time one is priced
+            ours = {ranks[0] for ranks in plan.workers.values()}
+            wanted = [
+                m
+                for m in plan.sequence(Wiring(way=profile.way))
+                if m.exchange in EXCHANGES
+                and (m.exchange.startswith("reduce") or ours & set(m.ranks))
+            ]
+            assert priced == wanted, (world, gradients)
+            assert sum(m.bytes for m in priced) == sum(m.bytes for m in wanted)

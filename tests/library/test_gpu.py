@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import natgrad
 from natgrad.math.conv.geometry import ConvGeometry
 from natgrad.math.conv.moments import conv_input_moment, conv_output_moment
+from natgrad.math.statistics import gram, input_moment
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,3 +101,13 @@ def test_moments_of_convolutions_are_those_of_the_cpu(kernel: int, stride: int) 
     ]
     for there, here in pairs:
         torch.testing.assert_close(there.cpu(), here, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_half_precision_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """By Tensor Cores: as exact as float32 products of the same rounded numbers."""
+    rows = torch.randn(3000, 96).to(dtype)
+    for moment in (gram, lambda x: input_moment(x, bias=True)):
+        there, here = moment(rows.to(DEVICE)).cpu(), moment(rows)
+        assert there.dtype == torch.float32
+        torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-2)

@@ -137,8 +137,7 @@ PUBLIC = (
 )
 # What the lab still uses besides. Must only become less.
 INNER = {
-    "natgrad.diagnostics.groups.Labelled": "the report by group, without an optimizer",
-    "natgrad.diagnostics.groups.group_rows": "the same",
+    "natgrad.diagnostics.groups.group_rows": "the report by group, of any plan",
     "natgrad.diagnostics.groups.labelled": "the same",
     "natgrad.distributed.communicator.Communicator": "calibration of its exchanges",
     "natgrad.distributed.watchdog.Pulse": "the same watchdog beside training",

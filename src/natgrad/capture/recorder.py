@@ -48,8 +48,9 @@ from natgrad.capture.peers import ALONE, Peers
 from natgrad.capture.sink import INPUTS, Armed
 from natgrad.diagnostics.timer import Meter
 from natgrad.layers import Block, Observed
+from natgrad.math.precision import rescaled, rounded
 from natgrad.math.shards import local, whole
-from natgrad.math.statistics import Rows
+from natgrad.math.statistics import Rows, widen
 from natgrad.requiring import require_count
 
 
@@ -70,6 +71,7 @@ class Capture:
         subsample: int | None,
         world: int,
         peers: Peers = ALONE,
+        precision: torch.dtype | None = None,
         grad_scaler: torch.amp.GradScaler | None,
         meter: Meter,
         before_forward: Callable[[], None],
@@ -78,8 +80,7 @@ class Capture:
         self._needs_terms = False
         self._before_forward = before_forward
         self._model = model
-        self._loss = loss
-        self._sampled = sampled
+        self._loss, self._sampled, self._precision = loss, sampled, precision
         self._subsample, self._world = subsample, world // peers.count
         self._peers = peers
         turns = [b.name for i, b in enumerate(blocks) if peers.has_turn(i)]
@@ -89,8 +90,7 @@ class Capture:
         self._loss_scale: float | None = None
         self._forwards = Forwards(tokens=loss == "tokens")
         self._backward = -1
-        self._learned = True
-        self._ignores = False
+        self._learned, self._ignores = True, False
         self._terms: int | None = None
         self._terms_used = False
         self._sentinel = Sentinel()
@@ -228,8 +228,9 @@ class Capture:
         mine, apart = block.name in self._turns, block.is_apart(module, x)
         with self._estimating(block, want[0], x.device.type):
             observed, x = Observed(), x if apart else whole(x)
+            x = rounded(x[rows], self._precision)
             if output.numel() and (mine or apart):
-                seen, y = (x[rows], *others), local(output)
+                seen, y = (x, *others), local(output)
                 observed = block.kind.observe_call(module, seen, y, want)
                 observed.stand_for(scale)
                 observed.positions *= mine
@@ -246,7 +247,7 @@ class Capture:
             is_mine=mine,
             is_apart=apart,
             # autograd keeps a layer's input for the gradient of its weight anyway
-            inputs=x[rows] if "S" in want else None,
+            inputs=x if "S" in want else None,
         )
         self._offer(call)
         output.register_hook(partial(self._after_backward, call))
@@ -334,11 +335,13 @@ class Capture:
                     into.note(name, Observed())
                 moments = dict[str, Tensor]()
             elif g.numel():
-                moments = call.block.kind.gradient_moments(
-                    call.module, g.detach()[call.rows], call.observed.kept, call.want
-                )
+                g, times = rescaled(g.detach()[call.rows], self._precision)
+                given = call.module, g, call.observed.kept, call.want
+                moments = call.block.kind.gradient_moments(*given)
                 moments |= self._scale_moment(call, g)
-                self._scale(moments, call, batch)
+                # of no moments ask no scaler: that is a synchronisation
+                times *= self._factor(call, batch) if moments else 1.0
+                moments = {kind: x.mul_(times) for kind, x in moments.items()}
             else:
                 moments = call.zeros(based=self._has_bases(call))
             self._add(call, moments, into)
@@ -351,13 +354,12 @@ class Capture:
         bases = self.armed.bases.get(call.block.name)
         if bases is None or call.inputs is None or call.block.kind is None:
             return {}
-        inputs, outputs = call.inputs, g.detach()[call.rows]
-        moment = call.block.kind.scale_moment(call.module, inputs, outputs, *bases)
-        return {"S": moment}
+        given = call.module, call.inputs, widen(g), *bases
+        return {"S": call.block.kind.scale_moment(*given)}
 
     @contextmanager
     def _estimating(self, block: Block, kind: str, device: str) -> Generator[None]:
-        """In full precision; a forward's time is A's, a backward's G's."""
+        """Outside of autocast; a forward's time is A's, a backward's G's."""
         with (
             self.meter("estimate", f"{block.name}/{kind}"),
             torch.no_grad(),
@@ -365,18 +367,16 @@ class Capture:
         ):
             yield
 
-    def _scale(self, moments: dict[str, Tensor], call: Call, batch: MicroBatch) -> None:
-        if not moments:
-            return  # and ask no scaler, which is a synchronisation
+    def _factor(self, call: Call, batch: MicroBatch) -> float:
+        """See Note [Scaling]."""
         factor = call.scale * (1.0 if self._loss == "sum" else float(batch.terms) ** 2)
         factor *= self._peers.count
         scaler = None if self._sampled else self._scaler
         if scaler is not None and scaler.is_enabled():
             if self._loss_scale is None:  # a synchronisation: once a backward
                 self._loss_scale = float(scaler.get_scale())
-            factor /= self._loss_scale**2
-        for moment in moments.values():
-            moment.mul_(factor)
+            return factor / self._loss_scale**2
+        return factor
 
     def _add(self, call: Call, moments: dict[str, Tensor], into: Captured) -> None:
         observed, sent, sink = call.observed, call.sent, self.armed.sink

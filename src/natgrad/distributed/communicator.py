@@ -39,8 +39,6 @@ from natgrad.plan.strategies import Ranks
 
 # Reductions may be open while something else is asked for between steps.
 REDUCE, SHARE = "reduce", "share"
-# All-to-alls are made in a step, one after another.
-SWAP = "swap"
 
 
 class CommError(RuntimeError):
@@ -146,9 +144,6 @@ class Communicator:
         """Every group that any exchange of the plan may use, in one order."""
         keys: set[Key] = {(SHARE, self._everyone)}
         for name, exchange in self.plan.exchanges.items():
-            if exchange.swaps:
-                keys.add((SWAP, self._everyone))
-                continue
             legs = (Leg(exchange=name, names=tuple(i.name for i in exchange.items)),)
             # one item per bucket has all the groups that more of them have
             wiring = replace(self.wiring(torch.float32), bucket_bytes=1)
@@ -187,15 +182,6 @@ class Communicator:
     ) -> Walk:
         """Open several exchanges whose buckets leave in one order, a flight each."""
         return Walk(self, legs, dtype, torch.device(device))
-
-    def all_to_all(
-        self, exchange: str, got: Tensor, given: Tensor, of: list[int], to: list[int]
-    ) -> Any:
-        """Start one among all ranks: ``of`` each so many elements, ``to`` each."""
-        self._pulse.mark(f"after its last {exchange}")
-        with self.explained(exchange):
-            key = SWAP, self._everyone
-            return self._links.all_to_all(key, got, given, of, to)
 
     def agree(self, vector: Tensor, copies: int = 1) -> Tensor:
         """The sum of a small vector over all ranks, on all ranks.
@@ -299,6 +285,11 @@ class Communicator:
         """Start a collective of the plan."""
         self._note(message)
         return self._links.call(_lane(message), message, buffer, self.rank)
+
+    def swap(self, message: Message, given: Tensor, got: Tensor) -> Any:
+        """Start an all-to-all of the plan."""
+        self._note(message)
+        return self._links.swap(_lane(message), message, given, got, self.rank)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream on which exchanges run on a GPU."""

@@ -69,13 +69,6 @@ class Links:
         rank = self.globals[source]
         return dist.broadcast(x, src=rank, group=self._groups[key], async_op=True)
 
-    def all_to_all(
-        self, key: Key, got: Tensor, given: Tensor, of: list[int], to: list[int]
-    ) -> Any:
-        """``of`` each rank so many elements, ``to`` each so many."""
-        group = self._groups[key]
-        return dist.all_to_all_single(got, given, of, to, group, async_op=True)
-
     def call(self, lane: str, message: Message, buffer: Tensor, rank: int) -> Any:
         """Start a planned collective on a bucket's buffer."""
         key = lane, message.ranks
@@ -89,6 +82,14 @@ class Links:
             return self.broadcast(key, x, peer)
         to = self.globals[peer]
         return dist.reduce(x, dst=to, group=self._groups[key], async_op=True)
+
+    def swap(
+        self, lane: str, message: Message, given: Tensor, got: Tensor, rank: int
+    ) -> Any:
+        """Start a planned all-to-all."""
+        to, of = message.splits(rank)
+        group = self._groups[lane, message.ranks]
+        return dist.all_to_all_single(got, given, of, to, group, async_op=True)
 
 
 class Packed:

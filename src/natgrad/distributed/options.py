@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from natgrad.math.precision import HALF
 from natgrad.plan import EXCHANGES
 from natgrad.plan.messages import WAYS, Way, Wiring
 from natgrad.plan.strategies import Ranks
 from natgrad.requiring import require_count
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)

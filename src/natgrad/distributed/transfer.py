@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from natgrad.distributed.loads import Load
+from natgrad.distributed.loads import Load, Terms, make_load
 from natgrad.plan.sequence import Departure, Leg, in_order
 
 if TYPE_CHECKING:
@@ -157,8 +157,10 @@ class Flight:
         self._comm, self._walk = comm, walk
         self._plan = comm.plan.exchanges[leg.exchange]
         self._names = dict.fromkeys(leg.names)
-        self._dtype, self._device = dtype, device
-        self._wire = comm.options.wire_dtype(leg.exchange, dtype)
+        wire = comm.options.wire_dtype(leg.exchange, dtype)
+        self._terms = Terms(
+            comm=comm, exchange=leg.exchange, dtype=dtype, wire=wire, device=device
+        )
         self._loads: list[Load] = []
         self._where: dict[str, Load] = {}
         self._second: list[Departure] = []
@@ -178,7 +180,7 @@ class Flight:
         """Take a bucket along, if this rank has a part in it."""
         if self._comm.rank not in departure.bucket.ranks:
             return None
-        load = self._load(departure)
+        load = make_load(departure, self._terms)
         self._loads.append(load)
         self._departures.append(departure)
         self._where |= dict.fromkeys(load.mine, load)
@@ -208,13 +210,14 @@ class Flight:
         if not self._plan.reduces:
             if load and name in load.filled:
                 raise ValueError(f"{name!r} was put twice. Must be once in a share.")
-            if self._wire != self._dtype and self._comm.rank in sources:
-                self._own[name] = flat.to(self._wire).to(self._dtype)
+            wire, dtype = self._terms.wire, self._terms.dtype
+            if wire != dtype and self._comm.rank in sources:
+                self._own[name] = flat.to(wire).to(dtype)
         if load is None:
             return
         if load.left:
             late = self.late.get(name)
-            flat = flat.to(self._dtype)
+            flat = flat.to(self._terms.dtype)
             self.late[name] = flat.clone() if late is None else late.add_(flat)
         else:
             load.put(name, flat)
@@ -280,18 +283,8 @@ class Flight:
     def _fly(
         self, departure: Departure, values: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        load = self._load(departure)
+        load = make_load(departure, self._terms)
         for name in load.mine:
             if name in values:
                 load.put(name, values[name])
         return load.fly()
-
-    def _load(self, departure: Departure) -> Load:
-        return Load(
-            self._comm,
-            self._plan.name,
-            departure,
-            self._dtype,
-            self._wire,
-            self._device,
-        )

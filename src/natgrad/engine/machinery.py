@@ -31,6 +31,7 @@ from natgrad.factors.statistics import Statistics
 from natgrad.layers.block import statistics_like
 from natgrad.layers.registration import Groups, parts_for, register
 from natgrad.layers.unwrap import unwrap
+from natgrad.math.tuning import tuning_of
 from natgrad.options import Options
 from natgrad.plan import Plan
 from natgrad.quadratic.tuner import Tuner
@@ -131,6 +132,7 @@ class Machinery(ABC):
             subsample=self.options.subsample,
             world=self.comm.world,
             peers=self.sharding.peers if self.sharding else ALONE,
+            precision=self.options.factor_precision,
             grad_scaler=grad_scaler,
             meter=self.meter,
             before_forward=self.before_forward,
@@ -138,6 +140,8 @@ class Machinery(ABC):
 
     def _connect(self, plan: Plan) -> Communicator:
         options, same = self.options, self._replicas.fingerprint()
+        # ranks that choose by other sizes round otherwise
+        same["tuning of the device"] = repr(tuning_of(self.like))
         return Communicator(plan, options.comm, options.group, fingerprint=same)
 
     def _reopen(self) -> None:

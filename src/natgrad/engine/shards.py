@@ -10,7 +10,6 @@ from torch import Tensor
 
 from natgrad.distributed.communicator import Communicator
 from natgrad.distributed.shards import settle_gradients
-from natgrad.distributed.swap import swap
 from natgrad.layers import Block
 from natgrad.math.shards import local
 from natgrad.options import Options
@@ -47,12 +46,11 @@ class Shards:
         """
         settle_gradients([*self._moving, *self._staying])
         have = {b.name: gradient(b) or _zeros(b) for b in self._moving}
-
-        def put(name: str) -> Tensor:
+        given: dict[str, Tensor] = {}
+        for name in filter(self._here, self._at):
             block, i, _ = self._at[name]
-            return have[block][i].reshape(-1)
-
-        got = self._swap("reduce_gradients", put, [*self._at])
+            given[name] = have[block][i].reshape(-1)
+        got = self._exchange("reduce_gradients", given, [*self._at])
         mine = [b for b in self._moving if self._works_on(b.name)]
         whole = {b.name: b.fold(self._joined(b, have[b.name], got)) for b in mine}
         pairs = ((b, gradient(b)) for b in self._staying)
@@ -64,18 +62,16 @@ class Shards:
         """What this rank has of the updates of present blocks, from their workers."""
         blocks = [b for b in self._moving if b.name in present]
         whole = {b.name: b.unfold(updates[b.name]) for b in blocks if b.name in updates}
-
-        def put(name: str) -> Tensor:
-            block, i, piece = self._at[name]
-            return whole[block][i][piece.box].reshape(-1)
-
         names = [n for n, (block, _, _) in self._at.items() if block in present]
-        got = self._swap("share_updates", put, names)
+        given: dict[str, Tensor] = {}
         for name in names:
-            if (
-                self._here(name) and name not in got
-            ):  # the worker's own, or a copy of it
-                got[name] = self._rounded(put(name))
+            block, i, piece = self._at[name]
+            if block in whole:
+                given[name] = whole[block][i][piece.box].reshape(-1)
+        got = self._exchange("share_updates", given, names)
+        for name in filter(self._here, names):
+            if name not in got:  # the worker's own, which nobody else has
+                got[name] = self._rounded(given[name])
         found: dict[str, Local] = {b.name: _zeros(b) for b in blocks}
         for name in filter(self._here, names):
             block, i, _ = self._at[name]
@@ -83,12 +79,17 @@ class Shards:
         staying = [b for b in self._staying if b.name in updates]
         return found | {b.name: b.unfold(updates[b.name]) for b in staying}
 
-    def _swap(
-        self, exchange: str, put: Callable[[str], Tensor], names: Sequence[str]
+    def _exchange(
+        self, exchange: str, given: Mapping[str, Tensor], names: Sequence[str]
     ) -> dict[str, Tensor]:
+        """What this rank gets of these pieces, as the plan moves them."""
         if self._comm.world == 1:
             return {}
-        return swap(self._comm, exchange, put, self._like, names)
+        like = self._like
+        flight = self._comm.begin(exchange, names, like.dtype, like.device)
+        for name, flat in given.items():
+            flight.put(name, flat)
+        return flight.finish()
 
     def _joined(self, block: Block, mine: Local, got: Mapping[str, Tensor]) -> Local:
         """Whole gradients of a block's parameters, from pieces."""

@@ -38,10 +38,11 @@ from natgrad.math.inverse import (
     split_damping,
 )
 from natgrad.math.packing import flatten, trace, unflatten
+from natgrad.math.precision import rescaled
 from natgrad.math.rules import between
 from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.statistics import own_moment
-from natgrad.plan import Plan
+from natgrad.plan import Plan, StatisticSpec
 from natgrad.plan.pace import built_in_cost
 from natgrad.requiring import require_number
 from natgrad.rules.parts import Damping, Parts
@@ -219,16 +220,7 @@ class Averages:
     ) -> list[StatisticState]:
         """Those of the weight's own gradient, on their owners, who are workers."""
         mine = [s for s in due if self.owns(s)]
-        found = {
-            s.spec.name: own_moment(
-                gradients[s.spec.block],
-                s.spec.side,
-                parts=s.spec.parts,
-                size=s.spec.size,
-                diagonal=s.spec.diagonal,
-            )
-            for s in mine
-        }
+        found = {s.spec.name: self._own(s.spec, gradients) for s in mine}
         # The split of the damping needs the trace of the other side too, whose owner
         # may be another worker: both are the squared norm of the gradient.
         theirs = [s for s in due if not self.owns(s) and s.spec.block in gradients]
@@ -246,6 +238,19 @@ class Averages:
         for s in due:
             s.estimated = True
         return due
+
+    def _own(self, spec: StatisticSpec, gradients: Mapping[str, Tensor]) -> Tensor:
+        """A statistic of the weight's own gradient."""
+        precision = self.options.factor_precision
+        gradient, times = rescaled(gradients[spec.block], precision)
+        moment = own_moment(
+            gradient,
+            spec.side,
+            parts=spec.parts,
+            size=spec.size,
+            diagonal=spec.diagonal,
+        )
+        return moment.mul_(times).to(self.like) if precision else moment
 
     def _weights(self, s: StatisticState) -> tuple[float, float]:
         """Of the old value and the new estimate; the first estimate starts it.

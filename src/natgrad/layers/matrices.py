@@ -152,6 +152,7 @@ class Linear(Kronecker):
     def _rows(self, x: Tensor, *, mean: bool) -> Tensor:
         if self.options.sharing == "reduce" and x.dim() > 2:
             dims = tuple(range(1, x.dim() - 1))
+            x = widen(x)
             x = x.mean(dims) if mean else x.sum(dims)
         return x.reshape(-1, x.shape[-1])
 

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from natgrad.math import products
 from natgrad.math.conv.geometry import ConvGeometry, pad
 from natgrad.math.conv.moments import windows
 from natgrad.math.parts import on_right
 from natgrad.math.products import sum_dtype
 from natgrad.math.rules import into_basis
+from natgrad.math.tuning import tuning_of
 
 
 def squares_in_basis(
@@ -92,6 +92,6 @@ def table_squares(indices: Tensor, g: Tensor, vocabulary: int, left: Tensor) -> 
 def _split(x: Tensor, size: int) -> Iterator[Tensor]:
     """Runs of examples, widened, of which ``size`` numbers each stay in a cache."""
     dtype = sum_dtype(x)
-    count = max(1, products.block_bytes(x) // (size * dtype.itemsize))
+    count = max(1, tuning_of(x).block_bytes // (size * dtype.itemsize))
     for part in torch.split(x, count):
         yield part.to(dtype)

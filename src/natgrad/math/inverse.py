@@ -13,10 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from natgrad.math.tuning import tuning_of
+
 JITTER = 10.0
-# Equal sizes are inverted as one batch up to this size; beyond it one call each is as
-# fast on CPU and needs no copy.
-BATCHED_UP_TO = 64
 
 Inverse = tuple[Tensor, ...]
 Result = TypeVar("Result", Tensor, Inverse)
@@ -210,7 +209,7 @@ def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:
     """Indices of the matrices that are inverted by one call."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, x in enumerate(matrices):
-        alone = x.shape[-1] > BATCHED_UP_TO
+        alone = x.shape[-1] > tuning_of(x).batched_up_to
         key = (x.dim(), x.shape[-1], x.dtype, x.device, i if alone else -1)
         groups.setdefault(key, []).append(i)
     return list(groups.values())

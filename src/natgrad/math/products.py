@@ -7,33 +7,37 @@ import torch
 from torch import Tensor
 
 from natgrad.math.packing import mirror_
-
-# Patches, spectra and copies are made for a few examples at a time. 4 MiB stay in a
-# last-level cache and are enough for a product to run at full speed.
-BLOCK_BYTES = 4 * 2**20
-# Elsewhere no cache is aimed at: only the memory that is taken at once is bounded.
-DEVICE_BYTES = 256 * 2**20
-
-# Rows of a symmetric product made in one go, from the diagonal to the right.
-PANEL = 192
-# The same of products that need no sum, from so many rows on: in a smaller one what is
-# saved is lost to the number of operations.
-SYMMETRIC_PANEL = 128
-SYMMETRIC_FROM = 384
+from natgrad.math.precision import HALF
+from natgrad.math.tuning import Tuning, tuning_of
 
 
-def add_product(total: Tensor, rows: Tensor) -> None:
-    """Add rows rows^T to ``total`` (g, n, n); of large ones, the upper part only.
-
-    Off the CPU all of it, in one product: panels were tuned on CPUs.
-    """
-    size = total.shape[-1]
-    if total.shape[0] > 1 or size <= PANEL or not on_cpu(total):
+def add_product(total: Tensor, rows: Tensor, tuning: Tuning | None = None) -> None:
+    """Add rows rows^T to ``total`` (g, n, n); of large ones, the upper part only."""
+    if rows.dtype != total.dtype:
+        total.add_(outer(rows))
+        return
+    size, step = total.shape[-1], (tuning or tuning_of(total)).panel
+    if total.shape[0] > 1 or not 0 < step < size:
         total.baddbmm_(rows, rows.mT)
         return
-    for start in range(0, size, PANEL):
-        panel = slice(start, start + PANEL)
+    for start in range(0, size, step):
+        panel = slice(start, start + step)
         total[0, panel, start:].addmm_(rows[0, panel], rows[0, start:].T)
+
+
+def as_operand(x: Tensor) -> Tensor:
+    """What is multiplied: half precision as it is on CUDA, and else widened.
+
+    See Note [Half-precision products] in `natgrad.math.precision`.
+    """
+    return x if x.is_cuda and x.dtype in HALF else x.to(sum_dtype(x))
+
+
+def outer(rows: Tensor) -> Tensor:
+    """rows rows^T of operands (g, n, b), summed in float32 or better."""
+    if rows.dtype in HALF:
+        return torch.bmm(rows, rows.mT, out_dtype=torch.float32)
+    return rows @ rows.mT
 
 
 def symmetric_product(
@@ -51,19 +55,20 @@ def symmetric_product(
 
     Of large ones on a CPU only the upper part is made, and the lower one copied.
     """
-    size = left.shape[-2]
-    if size < SYMMETRIC_FROM or not on_cpu(left):
+    size, tuning = left.shape[-2], tuning_of(left)
+    step = tuning.symmetric_panel
+    if not step or size < tuning.symmetric_from:
         if plus is None:
             return torch.bmm(left, right, out=out)
         return torch.baddbmm(plus, left, right, beta=beta, alpha=alpha, out=out)
     out = left.new_empty(len(left), size, size) if out is None else out
     plus = out if plus is None else plus
-    for start in range(0, size, SYMMETRIC_PANEL):
-        rows = slice(start, start + SYMMETRIC_PANEL)
+    for start in range(0, size, step):
+        rows = slice(start, start + step)
         upper = out[:, rows, start:]
         pair = left[:, rows], right[:, :, start:]
         torch.baddbmm(plus[:, rows, start:], *pair, beta=beta, alpha=alpha, out=upper)
-        out[:, rows.stop :, rows] = upper[:, :, SYMMETRIC_PANEL:].mT
+        out[:, rows.stop :, rows] = upper[:, :, step:].mT
     return out
 
 
@@ -72,12 +77,13 @@ def triangular_product(x: Tensor, root: Tensor, *, transposed: bool) -> Tensor:
 
     Of large ones on a CPU the half of W that is zero is left out, but for panels.
     """
-    size = root.shape[-1]
-    if size < SYMMETRIC_FROM or not on_cpu(x):
+    size, tuning = root.shape[-1], tuning_of(x)
+    step = tuning.symmetric_panel
+    if not step or size < tuning.symmetric_from:
         return torch.bmm(x, root.mT if transposed else root)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for start in range(0, size, SYMMETRIC_PANEL):
-        stop = min(start + SYMMETRIC_PANEL, size)
+    for start in range(0, size, step):
+        stop = min(start + step, size)
         rows, columns = slice(0, stop), slice(start, stop)
         if transposed:
             rows = slice(start, size)
@@ -93,16 +99,6 @@ def completed(total: Tensor) -> Tensor:
     return mirror_(total) if total.shape[0] == 1 < total.shape[-1] else total
 
 
-def on_cpu(x: Tensor) -> bool:
-    """Whether constants that were tuned on CPUs may decide."""
-    return x.device.type == "cpu"
-
-
-def block_bytes(x: Tensor) -> int:
-    """Bytes of patches, spectra or copies made at once on the device of ``x``."""
-    return BLOCK_BYTES if on_cpu(x) else DEVICE_BYTES
-
-
 def channels_first(block: Tensor) -> Tensor:
     """(N, C, *spatial) as (C, N * pixels); a view if channels lie last in memory."""
     last = block.movedim(1, -1)
@@ -112,10 +108,10 @@ def channels_first(block: Tensor) -> Tensor:
 
 
 def blocks(x: Tensor, growth: float = 1.0) -> Iterator[Tensor]:
-    """Runs of examples, widened; ``growth`` times their size is what gets bounded."""
+    """Runs of examples, to be multiplied; ``growth`` times their size is bounded."""
     size = growth * sum_dtype(x).itemsize * math.prod(x.shape[1:])
-    for block in torch.split(x, max(1, int(block_bytes(x) / size))):
-        yield block.to(sum_dtype(x))
+    for block in torch.split(x, max(1, int(tuning_of(x).block_bytes / size))):
+        yield as_operand(block)
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

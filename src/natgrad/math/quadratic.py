@@ -13,6 +13,14 @@ Numbers = Sequence[float]
 Products = Sequence[Numbers]
 WORSE = 4
 """How many times damping is raised at once where the objective grew."""
+FASTEST = 4
+"""Damping falls by at most this many factors at once."""
+DRIFT = 0.1
+"""Rates that change by no more, the first relative to itself, hold for longer."""
+DOUBTED = 0.5
+"""A trust below this keeps damping from falling."""
+RAREST = 4
+"""Steps between two solutions, at most."""
 LONGEST = 1.0
 """Of the last step at most this much is taken again, or taken back."""
 LEARNT = 0.1
@@ -104,13 +112,31 @@ def reduction_ratio(
     return (after - before) / predicted
 
 
-def adapted(damping: float, ratio: float, factor: float) -> float:
+def adapted(
+    damping: float, ratio: float, factor: float, streak: int = 0, trust: float = 1.0
+) -> tuple[float, int]:
     """Levenberg-Marquardt: less damping above 3/4, more below 1/4 (their 6.5).
 
-    Much more below 0: the objective grew.
+    Much more below 0: the objective grew. The other number is how often in a row it
+    has fallen, ``streak`` before this: each time by one more ``factor``, up to four. A
+    first damping that is far too large is left behind in few steps. After a rise it
+    falls four times by one factor before that. It does not fall where ``trust`` says
+    that steps are much too long for other batches already.
     """
-    if ratio < 0:
-        return damping / factor**WORSE
-    if ratio > 0.75:
-        return damping * factor
-    return damping / factor if ratio < 0.25 else damping
+    if ratio > 0.75 and trust >= DOUBTED:
+        streak = min(streak + 1, FASTEST)
+        return damping * factor ** max(streak, 1), streak
+    if ratio < 0.25:
+        return damping / factor ** (WORSE if ratio < 0 else 1), -FASTEST
+    return damping, min(streak, 0)
+
+
+def paced(interval: int, old: Numbers, new: Numbers, ratio: float) -> int:
+    """Steps until learning rate and momentum are to be found again.
+
+    Twice as many as before, up to four, if they have hardly changed since the last time
+    and the last reduction ratio says that the model is nearly exact.
+    """
+    (a, b), (x, y) = old, new
+    still = abs(x - a) <= DRIFT * abs(a) and abs(y - b) <= DRIFT
+    return min(2 * interval, RAREST) if still and abs(ratio - 1) <= DRIFT else 1

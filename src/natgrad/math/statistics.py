@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from natgrad.math.parts import stacked
-from natgrad.math.products import add_product, completed, sum_dtype
+from natgrad.math.products import (
+    add_product,
+    as_operand,
+    completed,
+    outer,
+    sum_dtype,
+)
 
 Rows = slice | EllipsisType
 # Vectors of one example are similar: so many examples at least, whatever they give.
@@ -32,10 +38,10 @@ def gram(rows: Tensor, size: int | None = None) -> Tensor:
 
     With a ``size`` below n its diagonal blocks of that size alone, as `stacked`.
     """
-    rows = widen(rows)
+    rows = as_operand(rows)
     if size is not None and size < rows.shape[1]:
         return stacked([gram(part) for part in rows.split(size, 1)], size)
-    total = rows.new_zeros(1, rows.shape[1], rows.shape[1])
+    total = rows.new_zeros(1, rows.shape[1], rows.shape[1], dtype=sum_dtype(rows))
     add_product(total, rows.T.unsqueeze(0))
     return completed(total)
 
@@ -48,7 +54,7 @@ def own_moment(
     The factors of the weight's own gradient, as Shampoo has them; or their diagonal; or
     their diagonal blocks, ``parts`` of ``size`` rows.
     """
-    gradient = widen(gradient)
+    gradient = widen(gradient) if diagonal else as_operand(gradient)
     rows = gradient.mT if side == "right" else gradient
     if diagonal:
         return rows.square().sum(-1)
@@ -56,7 +62,7 @@ def own_moment(
         missing = parts * size - rows.shape[1]
         padded = torch.nn.functional.pad(rows, (0, 0, 0, missing))
         rows = padded.unflatten(1, (parts, size)).flatten(0, 1)
-    return rows @ rows.mT
+    return outer(rows)
 
 
 def append_ones(moment: Tensor, sums: Tensor, count: int) -> Tensor:
@@ -78,14 +84,15 @@ def input_moment(rows: Tensor, *, bias: bool, size: int | None = None) -> Tensor
 
     With a ``size`` below that of a, its diagonal blocks alone, as `gram`.
     """
-    rows, inputs = widen(rows), rows.shape[1]
+    rows, inputs = as_operand(rows), rows.shape[1]
     if not bias:
         return gram(rows, size)
     if size is not None and size < inputs + 1:
         *whole, last = range(0, inputs + 1, size)
         parts = [gram(rows[:, first : first + size]) for first in whole]
         return stacked([*parts, input_moment(rows[:, last:], bias=True)], size)
-    return append_ones(gram(rows), rows.sum(0).unsqueeze(0), rows.shape[0])
+    sums = rows.sum(0, keepdim=True, dtype=sum_dtype(rows))
+    return append_ones(gram(rows), sums, rows.shape[0])
 
 
 def index_counts(indices: Tensor, size: int, dtype: torch.dtype) -> Tensor:

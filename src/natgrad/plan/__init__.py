@@ -14,6 +14,7 @@ from natgrad.plan.memory import Keeps, memory_of, momentum_of, weights_of
 from natgrad.plan.messages import Message, Wiring, mine
 from natgrad.plan.plan import Plan, make_plan
 from natgrad.plan.sequence import Departure, Leg, departures, flat, reductions
+from natgrad.plan.shards import make_crates
 from natgrad.plan.spec import FLOAT_BYTES, BlockSpec, StatisticSpec
 from natgrad.plan.strategies import (
     PLACEMENTS,
@@ -55,6 +56,7 @@ __all__ = [
     "hybrid",
     "load_profile",
     "make_buckets",
+    "make_crates",
     "make_plan",
     "memory_of",
     "mine",

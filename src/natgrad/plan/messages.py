@@ -13,6 +13,8 @@ all-gather-v. Each is sent in one of two ways:
 With ``nodes`` a bucket of the whole world goes by node. A sum is made within each node,
 by whoever has the receiver's place there, and then between the ranks of one place; what
 is shared goes between the ranks of the giver's place, and then within each node.
+
+The pieces of a sharded model move in all-to-alls of all ranks, whatever the way.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from natgrad.plan.buckets import Bucket
 from natgrad.plan.hosts import rails_of
+from natgrad.plan.shards import Crate
 from natgrad.plan.spec import FLOAT_BYTES
 from natgrad.plan.strategies import Ranks
 
@@ -51,6 +55,7 @@ class Message:
         shares: whether parts are given by their rank, or else sums are given to it.
         parts: of the bucket's buffer, with the rank that gets them (of a reduction) or
             gives them; a rank may have several. Of an all-reduce one, of no rank.
+        to: of an all-to-all: who gets each part.
         element_bytes: of what is sent.
         after: when it may start. It is not compared.
     """
@@ -60,6 +65,7 @@ class Message:
     ranks: Ranks
     parts: tuple[Part, ...]
     shares: bool = False
+    to: Ranks = ()
     element_bytes: int = FLOAT_BYTES
     after: Event = field(default=("", ""), compare=False)
 
@@ -76,10 +82,28 @@ class Message:
     @property
     def longest(self) -> int:
         """Elements of the rank that has the most."""
+        return max(self._by(rank for rank, _, _ in self.parts).values())
+
+    @property
+    def busiest(self) -> int:
+        """Of an all-to-all: elements that the rank with the most sends or gets."""
+        return max(self.longest, max(self._by(self.to).values()))
+
+    def _by(self, ranks: Iterable[int]) -> Counter[int]:
         each = Counter[int]()
-        for rank, start, stop in self.parts:
+        for rank, (_, start, stop) in zip(ranks, self.parts, strict=True):
             each[rank] += stop - start
-        return max(each.values())
+        return each
+
+    def splits(self, rank: int) -> tuple[list[int], list[int]]:
+        """Of an all-to-all: elements that a rank sends to each, and gets from each."""
+        to, of = [0] * len(self.ranks), [0] * len(self.ranks)
+        for (source, start, stop), destination in zip(self.parts, self.to, strict=True):
+            if source == rank:
+                to[destination] = stop - start
+            if destination == rank:
+                of[source] = stop - start
+        return to, of
 
     @property
     def padding(self) -> int:
@@ -117,7 +141,7 @@ Stages = tuple[tuple[Message, ...], ...]
 
 
 def stages_of(
-    exchange: str, bucket: Bucket, wiring: Wiring, after: Event = ("", "")
+    exchange: str, bucket: Bucket | Crate, wiring: Wiring, after: Event = ("", "")
 ) -> Stages:
     """The collectives of all ranks that move a bucket, each stage after the last.
 
@@ -126,6 +150,8 @@ def stages_of(
     if len(bucket.ranks) == 1:
         return ()
     make = _Make(exchange, wiring, after)
+    if isinstance(bucket, Crate):
+        return ((make.all_to_all(bucket),),)
     parts = [(peer, s.start, s.stop) for peer, s in bucket.segments]
     world = sum(len(node) for node in wiring.nodes)
     if wiring.nodes and len(bucket.ranks) == world:
@@ -158,6 +184,13 @@ class _Make:
             element_bytes=self.wiring.size(self.exchange),
             after=self.after,
         )
+
+    def all_to_all(self, crate: Crate) -> Message:
+        ends = [0, *accumulate(crate.flows.values())]
+        flows = zip(crate.flows, pairwise(ends), strict=True)
+        parts = [(source, start, stop) for (source, _), (start, stop) in flows]
+        message = self.one(crate.kind, True, crate.ranks, *parts)
+        return replace(message, to=tuple(to for _, to in crate.flows))
 
     def each(
         self, kind: str, ranks: Ranks, parts: Sequence[Part]

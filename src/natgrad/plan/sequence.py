@@ -12,7 +12,8 @@ Note [One order]
 
 Control messages are part of the list: before the first reduction ranks compare what
 they are about to send, after the last they ask whether some of it was late or void. If
-it was, they send that again, which is not in the plan.
+it was, they send that again, which is not in the plan; nor is what is said once in a
+run (that plans are equal, and in the first step the norms of weights in pieces).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from natgrad.plan.messages import (
     mine,
     stages_of,
 )
+from natgrad.plan.shards import Crate, block_of, make_crates
 
 if TYPE_CHECKING:
     from natgrad.plan.plan import Plan
@@ -59,7 +61,7 @@ class Departure:
     """A bucket that leaves: of which leg, in which collectives, and when it may."""
 
     leg: int
-    bucket: Bucket
+    bucket: Bucket | Crate
     stages: Stages
     after: Event
 
@@ -110,8 +112,12 @@ def departures(
     for number, leg in enumerate(legs):
         exchange = plan.exchanges[leg.exchange]
         most = wiring.bucket_bytes // wiring.size(leg.exchange)
-        limit = bucket_limit(exchange, leg.names, most)
-        ways = make_buckets(exchange, leg.names, limit, only)
+        ways: tuple[Sequence[Bucket | Crate], Sequence[Bucket]]
+        if exchange.swaps:
+            ways = make_crates(exchange, leg.names, most), ()
+        else:
+            limit = bucket_limit(exchange, leg.names, most)
+            ways = make_buckets(exchange, leg.names, limit, only)
         place = {name: index for index, name in enumerate(leg.names)}
         for found, buckets in zip((first, second), ways, strict=True):
             for bucket in buckets:
@@ -192,6 +198,9 @@ def sequence(
     if legs:
         found.append(small(CONTROL, world, 2 * len(legs), WORD_BYTES, ("sent", "")))
     found += flat(second)
+    if plan.exchanges["reduce_gradients"].swaps:
+        after = ("reduced", "")
+        found += _shares(plan, "reduce_gradients", blocks, wiring, after, only)
     verdict = NOT_OF_ITEMS + len(blocks) + 3 * len(due) + facts
     found.append(small(AGREE, world, verdict, WORD_BYTES, ("reduced", "")))
     if made:
@@ -218,6 +227,10 @@ def _shares(
     after: Event,
     only: Container[int] | None,
 ) -> list[Message]:
+    if plan.exchanges[exchange].swaps:
+        blocks = frozenset(names)
+        items = plan.exchanges[exchange].items
+        names = (i.name for i in items if block_of(i.name) in blocks)
     leg = Leg(exchange=exchange, names=tuple(names))
     leaving, _ = departures(plan, [leg], wiring, only) if leg.names else ((), ())
     return [replace(m, after=after) for m in flat(leaving)]

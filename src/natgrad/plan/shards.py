@@ -6,19 +6,21 @@ each rank has one, or none where there are more ranks than rows; several may hav
 same. A rule needs the whole matrix, so the boxes,
 *pieces*, of its gradient go to the matrix's worker, and those of its update go back to
 the ranks that hold them. Both are an exchange of items, one for each piece; what many
-pairs of ranks have for each other leaves together, in all-to-alls. A parameter whose
+pairs of ranks have for each other leaves together, in all-to-alls that stand in the
+plan's sequence as all other collectives do. A parameter whose
 rule takes each entry alone (Adam, Plain) stays where it is: every rank works on its
 piece, and nothing moves.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from natgrad.plan.exchange import Exchange, Item
@@ -123,6 +125,11 @@ def piece_name(block: str, parameter: int, piece: int) -> str:
     return f"{block}#{parameter}.{piece}"
 
 
+def block_of(piece: str) -> str:
+    """The block that a piece of this name is of."""
+    return piece.rpartition("#")[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Move:
     """An item from one rank to another."""
@@ -135,39 +142,43 @@ class Move:
 
 @dataclass(frozen=True)
 class Crate:
-    """Moves that one all-to-all makes."""
+    """Moves that one all-to-all makes: what a `Bucket` is to other collectives."""
 
-    moves: tuple[Move, ...]
+    parcels: tuple[Move, ...]
     world: int
+    kind: ClassVar[str] = "all_to_all"
+
+    @property
+    def ranks(self) -> Ranks:
+        """All of them take part, with nothing to send or to get too."""
+        return tuple(range(self.world))
 
     def sent_by(self, rank: int) -> list[Move]:
         """What a rank hands over, in the order of its buffer."""
-        mine = (m for m in self.moves if m.source == rank)
+        mine = (m for m in self.parcels if m.source == rank)
         return sorted(mine, key=lambda m: m.destination)
 
     def got_by(self, rank: int) -> list[Move]:
         """What a rank gets, in the order of its buffer."""
-        mine = (m for m in self.moves if m.destination == rank)
+        mine = (m for m in self.parcels if m.destination == rank)
         return sorted(mine, key=lambda m: m.source)
 
     @cached_property
-    def _flows(self) -> dict[tuple[int, int], int]:
-        found: dict[tuple[int, int], int] = {}
-        for m in self.moves:
-            pair = m.source, m.destination
-            found[pair] = found.get(pair, 0) + m.elements
-        return found
+    def flows(self) -> dict[tuple[int, int], int]:
+        """Elements from one rank to another, of the pairs that have any, in order."""
+        found = Counter[tuple[int, int]]()
+        for m in self.parcels:
+            found[m.source, m.destination] += m.elements
+        return dict(sorted(found.items()))
 
-    def splits(self, rank: int) -> tuple[list[int], list[int]]:
-        """Elements to each rank, and from each."""
-        everyone = range(self.world)
-        to = [self._flows.get((rank, other), 0) for other in everyone]
-        return to, [self._flows.get((other, rank), 0) for other in everyone]
+    def put_by(self, rank: int) -> list[str]:
+        """Names of the items that a rank hands over."""
+        return [*dict.fromkeys(m.name for m in self.sent_by(rank))]
 
     def volume(self, rank: int) -> tuple[int, int]:
         """Elements that a rank sends and receives, as in `natgrad.plan.exchange`."""
-        sent = {m.name: m.elements for m in self.moves if m.source == rank}
-        return sum(sent.values()), sum(self.splits(rank)[1])
+        sent = {m.name: m.elements for m in self.sent_by(rank)}
+        return sum(sent.values()), sum(m.elements for m in self.got_by(rank))
 
 
 def make_crates(

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,59 +62,33 @@ def measure(
     ``runs`` are this rank's, whose losses add up to its objective; ``weights`` those
     that they ran at, ``gradients`` of the same; ``decay`` is by name too.
     """
-    k = len(directions)
-    pairs = [(i, j) for i in range(k) for j in range(i, k)]
-    slopes = [_dot(gradients, d) for d in directions]
-    curved = [torch.zeros((), dtype=torch.float64, device=slopes[0].device)] * len(
-        pairs
-    )
+    names, k = [*directions[0]], len(directions)
+    flat = torch.stack([_flat([d[n] for n in names]) for d in directions])
+    slope = _flat([_known(gradients, n, directions[0]) for n in names])
+    curved = torch.zeros(k, k, dtype=flat.dtype, device=flat.device)
     for run, hessian in zip(runs, hessians, strict=True):
         pushed = replay.tangents(run, weights, directions)
-        turned = [hessian(t) for t in pushed]
-        curved = [
-            x + _inner(pushed[i], turned[j])
-            for x, (i, j) in zip(curved, pairs, strict=True)
+        turned = torch.stack([_flat(hessian(t)) for t in pushed])
+        curved += (torch.stack([_flat(t) for t in pushed]) @ turned.T).to(flat.device)
+    if any(decay.get(n) for n in names):
+        decayed = [
+            [x[n] * decay.get(n, 0.0) for n in names] for x in (*directions, weights)
         ]
-    decayed = [
-        {n: x * decay[n] for n, x in d.items() if decay.get(n)} for d in directions
-    ]
-    slopes = [s + _dot(weights, d) for s, d in zip(slopes, decayed, strict=True)]
-    curved = [
-        x + _dot(decayed[i], directions[j])
-        for x, (i, j) in zip(curved, pairs, strict=True)
-    ]
-    squares = [_dot(directions[i], directions[j]) for i, j in pairs]
+        *each, of_weights = [_flat(x) for x in decayed]
+        slope = slope + of_weights
+        curved += torch.stack(each) @ flat.T
+    found = torch.cat([flat @ slope, curved.flatten(), (flat @ flat.T).flatten()])
     # the mean also of what is the same on all ranks but for the order of a sum
-    mean = comm.agree(torch.stack([*slopes, *curved, *squares])) / comm.world
-    told: list[float] = mean.tolist()
-    n = k + len(pairs)
-    return Along(
-        slopes=told[:k],
-        products=_matrix(k, pairs, told[k:n]),
-        squares=_matrix(k, pairs, told[n:]),
-    )
+    told: list[float] = (comm.agree(found) / comm.world).tolist()
+    rows = [told[i : i + k] for i in range(k, len(told), k)]
+    return Along(slopes=told[:k], products=rows[:k], squares=rows[k:])
 
 
-def _matrix(
-    k: int, pairs: Sequence[tuple[int, int]], values: Sequence[float]
-) -> Matrix:
-    found = [[0.0] * k for _ in range(k)]
-    for (i, j), x in zip(pairs, values, strict=True):
-        found[i][j] = found[j][i] = x
-    return found
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """One vector, in float64."""
+    device = tensors[0].device
+    return torch.cat([x.detach().to(device).flatten() for x in tensors]).double()
 
 
-def _dot(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> Tensor:
-    """The sum over names that both have."""
-    names = [n for n in y if n in x]
-    device = next((t.device for t in (*x.values(), *y.values())), None)
-    return _inner([x[n] for n in names], [y[n] for n in names], device)
-
-
-def _inner(x: Sequence[Tensor], y: Sequence[Tensor], device: Any = None) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=x[0].device if x else device)
-    for a, b in zip(x, y, strict=True):
-        total = total + (a.detach().double() * b.detach().double()).sum().to(
-            total.device
-        )
-    return total
+def _known(gradients: Mapping[str, Tensor], name: str, like: Weights) -> Tensor:
+    return gradients[name] if name in gradients else torch.zeros_like(like[name])

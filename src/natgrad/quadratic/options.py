@@ -23,7 +23,8 @@ class AutoDamping:
     by the change that the model predicted. Where the ratio is above 3/4 damping is
     multiplied by ``factor ** every``, where it is below 1/4 divided by it
     (Levenberg-Marquardt; Martens and Grosse 2015, section 6.5), four times where the
-    objective grew. The first ``every`` steps are all compared, and so is the step
+    objective grew. Each fall in a row is by one more of these factors, up to four.
+    The first ``every`` steps are all compared, and so is the step
     after one that made the objective grow.
 
     Attributes:

@@ -14,6 +14,7 @@ from natgrad.math.quadratic import (
     adapted,
     change,
     minimiser,
+    paced,
     reduction_ratio,
     trusted,
 )
@@ -39,6 +40,7 @@ class Lambda:
         self.options = options
         self.value = options.initial
         self.first = options.initial
+        self.streak = 0
 
     def __call__(self, step: int) -> float:
         """That of any step; 1 before there was one."""
@@ -51,12 +53,13 @@ class Lambda:
         """Begin with a damping that was found."""
         self.value = self.first = value
 
-    def follow(self, ratio: float) -> None:
+    def follow(self, ratio: float, trust: float) -> None:
         """Learn how well the model predicted the last step."""
         assert self.value is not None
         assert self.first is not None
-        o = self.options
-        value = adapted(self.value, ratio, o.factor**o.every)
+        o, old = self.options, self.value
+        factor = o.factor**o.every
+        value, self.streak = adapted(old, ratio, factor, self.streak, trust)
         self.value = min(max(value, o.lowest * self.first), o.highest * self.first)
 
 
@@ -108,6 +111,8 @@ class Tuner:
         self.trust = 1.0
         self._predicted: float | None = None
         self._reached = math.inf
+        self._solution, self._interval, self._again = (0.0, 0.0), 1, 0
+        self._promised = 0.0
         self._runs: list[Run] = []
         self._hessians: list[Product] = []
         self._expected: tuple[float, float, Mapping[str, float]] | None = None
@@ -227,18 +232,27 @@ class Tuner:
         self._expected = self._predicted = None
         if not (self.finds_lr or self.finds_momentum or self.is_due):
             return 1.0, 1.0
+        if not self.is_due and self._engine.step < self._again:
+            self._predicted = self._promised  # what a bad step is known by
+            return self._scaled(self._solution, scale)
         lr, momentum = self.finds_lr, self.finds_momentum
         fixed = (None if lr else 1.0, None if momentum else 1.0)
         along = self.along([update, last], self._weights(), self._gradients(), decay)
         damped = along.damped(self.damping())
-        x = minimiser(along.slopes, damped, fixed)
+        found = minimiser(along.slopes, damped, fixed)
+        self._interval = paced(self._interval, self._solution, found, self.ratio)
+        self._again = self._engine.step + self._interval
+        self._solution = found
         if lr:
             self.trust = trusted(self.trust, along.slopes[1], damped[1][1])
-            x = (x[0] * self.trust * scale, x[1])
-        self._predicted = change(along.slopes, along.products, x)
+        x = self._scaled(found, scale)
+        self._promised = self._predicted = change(along.slopes, along.products, x)
         if self.is_due:
             self._expect(self._predicted, decay)
         return x
+
+    def _scaled(self, x: tuple[float, float], scale: float) -> tuple[float, float]:
+        return (x[0] * self.trust * scale, x[1]) if self.finds_lr else x
 
     def regrets(self, last: Weights, decay: Mapping[str, float]) -> bool:
         """Before a step, with its batch: whether the last step, ``last``, was bad.
@@ -291,7 +305,7 @@ class Tuner:
         after = self._objective(decay, self._weights())
         least = 4 * torch.finfo(self._engine.like.dtype).eps * abs(before)
         self.ratio = reduction_ratio(before, after, predicted, least)
-        self._damping.follow(self.ratio)
+        self._damping.follow(self.ratio, self.trust)
         if self.ratio < 0:
             self._predicted = None
         return not self.ratio < 0
@@ -299,8 +313,9 @@ class Tuner:
     def fail(self) -> None:
         """Learn that the last step led to where nothing is finite."""
         self.ratio, self._predicted = -math.inf, None
+        self._interval, self._again = 1, 0
         if self._damping is not None and self._damping.value is not None:
-            self._damping.follow(self.ratio)
+            self._damping.follow(self.ratio, self.trust)
 
     def _objective(
         self, decay: Mapping[str, float], weights: Weights | None = None
@@ -333,11 +348,14 @@ class Tuner:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step needs."""
+        found: dict[str, Any] = {name: getattr(self, name) for name in FOUND}
+        found |= {"predicted": self._predicted, "reached": self._reached}
+        found["solution"] = [*self._solution, self._interval, self._again]
+        found["promised"] = self._promised
         value = first = None
         if self._damping is not None:
             value, first = self._damping.value, self._damping.first
-        found = {name: getattr(self, name) for name in FOUND}
-        found |= {"predicted": self._predicted, "reached": self._reached}
+            found["streak"] = self._damping.streak
         return {**found, "damping": value, "first": first, "written": self.written}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -346,7 +364,12 @@ class Tuner:
             setattr(self, name, float(state.get(name, 1.0)))
         self._predicted = state.get("predicted")
         self._reached = float(state.get("reached", math.inf))
+        self._promised = float(state.get("promised", 0.0))
+        # of an older state: found in the next step
+        x, y, interval, again = state.get("solution", (0.0, 0.0, 1, 0))
+        self._solution, self._interval, self._again = (x, y), interval, again
         self.written = [(float(x), float(y)) for x, y in state["written"]]
         if self._damping is not None and state["damping"] is not None:
             self._damping.value = float(state["damping"])
             self._damping.first = float(state["first"])
+            self._damping.streak = int(state.get("streak", 0))

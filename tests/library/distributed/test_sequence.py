@@ -49,6 +49,42 @@ def logged(fleet: Fleet, steps: int) -> tuple[list[Message], list[Message]]:
     return [wanted[0], *ran[:-1]], wanted
 
 
+def same_as_planned(fleet: Fleet) -> list[Message]:
+    """Two steps; what ran and what traffic counts are those of the plan."""
+    ran, wanted = logged(fleet, 2)
+    assert ran == wanted
+    last = wanted[len(wanted) // 2 :]
+    for exchange, counts in fleet.natural.traffic()["step"].items():
+        sent = [m for m in last if m.exchange == exchange]
+        assert counts["calls"] == len(sent), exchange
+        assert counts["padding"] == sum(m.padding for m in sent)
+    return ran
+
+
+def sharded(rank: int) -> None:
+    for method in ("kfac sharded", "spngd sharded"):
+        fleet = Fleet(method, rank, comm={"bucket_bytes": 20})
+        fleet.step()  # in the first, ranks add up the norms of weights in pieces
+        ran = same_as_planned(fleet)
+        for exchange in ("reduce_gradients", "share_updates"):
+            mine = [m for m in ran if m.exchange == exchange]
+            assert {m.kind for m in mine} == {"all_to_all"}
+            assert len(mine) > 2, "pieces are to leave in several all-to-alls"
+            # of the plan: all pieces once, and what of them this rank moves
+            volumes = fleet.natural.engine.plan.exchanges[exchange].volumes()
+            for side, volume in enumerate(volumes):
+                moved = 4 * 2 * volume[rank]
+                splits = [m.splits(rank)[side] for m in mine]
+                assert 4 * sum(map(sum, splits)) == moved
+        fleet.natural.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long), 4])
+def test_pieces_of_a_sharded_model_move_as_planned(world: int) -> None:
+    run_world(world, sharded)
+
+
 def every_strategy(rank: int, hosts: int, collectives: str) -> None:
     if hosts:
         socket.gethostname = lambda: f"host {rank // hosts}"
@@ -60,18 +96,11 @@ def every_strategy(rank: int, hosts: int, collectives: str) -> None:
                 strategy=strategy,
                 comm={**SMALL, "collectives": collectives},
             )
-            ran, wanted = logged(fleet, 2)
+            ran = same_as_planned(fleet)
             assert len(fleet.natural.engine.comm.wiring(torch.float32).nodes) == (
                 world_of() // hosts if hosts else 0
             )
-            assert ran == wanted, (strategy, method)
             assert any(m.exchange == "reduce_statistics" for m in ran)
-            step = fleet.natural.traffic()["step"]
-            last = wanted[len(wanted) // 2 :]
-            for exchange, counts in step.items():
-                sent = [m for m in last if m.exchange == exchange]
-                assert counts["calls"] == len(sent), exchange
-                assert counts["padding"] == sum(m.padding for m in sent)
             fleet.natural.close()
 
 
@@ -90,8 +119,7 @@ def every_strategy(rank: int, hosts: int, collectives: str) -> None:
 def test_what_runs_is_what_was_planned_call_by_call_and_byte_by_byte(
     world: int, hosts: int, collectives: str
 ) -> None:
-    # A later stage between nodes starts when the one before is complete: on some ranks
-    # before, on others after an all-reduce of DDP, which torch's barriers do not allow.
+    # a later stage between nodes starts when the one before is complete
     run_world(world, every_strategy, hosts, collectives, checked=not hosts)
 
 

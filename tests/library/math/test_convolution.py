@@ -22,6 +22,7 @@ from natgrad.math.conv.moments import (
     conv_output_moment,
     positions,
 )
+from natgrad.math.tuning import CPU, PLAIN
 
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -185,9 +186,9 @@ def test_many_small_blocks_add_up(method: str, monkeypatch: pytest.MonkeyPatch):
     x = random_input(7, 3, 6, 5)
     geometry = make_geometry(3, padding=((1, 1), (1, 1)), bias=True)
     expected = looped_moment(x, geometry)
-    monkeypatch.setattr(products, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(products, "PANEL", 4)
-    assert_close(x, conv_input_moment(x, geometry, method), expected)
+    tuning = replace(CPU, block_bytes=1000, panel=4)
+    monkeypatch.setattr(products, "tuning_of", lambda _: tuning)
+    assert_close(x, conv_input_moment(x, geometry, method, tuning), expected)
     g = x.flatten(2)
     outer = torch.einsum("nct,ndt->cd", g, g)
     assert_close(x, conv_output_moment(x), outer[None])
@@ -207,15 +208,15 @@ def test_constants_of_the_cpu_do_not_decide_elsewhere():
     assert "aten::addmm_" not in called["meta"]
     shape = (8, 64, 32, 32)
     assert choose_method(shape, geometry) == "autocorrelation"
-    assert choose_method(shape, geometry, tuned=False) == "im2col"
-    assert choose_method(shape, make_geometry(1), tuned=False) == "pointwise"
+    assert choose_method(shape, geometry, PLAIN) == "im2col"
+    assert choose_method(shape, make_geometry(1), PLAIN) == "pointwise"
 
 
-def test_patches_stay_within_a_block(monkeypatch: pytest.MonkeyPatch):
+def test_patches_stay_within_a_block():
     x = random_input(5, 3, 9, 8)
     geometry = make_geometry(3)
-    monkeypatch.setattr(products, "BLOCK_BYTES", 4000)
-    blocks = list(convolution._patch_blocks(x, geometry))
+    tuning = replace(CPU, block_bytes=4000)
+    blocks = list(convolution._patch_blocks(x, geometry, tuning))
     assert sum(block.numel() for block in blocks) == 5 * 27 * 7 * 6
     assert max(block.numel() for block in blocks) * x.element_size() <= 4000
 

@@ -5,13 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from natgrad.plan import BlockSpec, CostModel, Plan, StatisticSpec, hybrid, make_plan
+from natgrad.plan import (
+    EXCHANGES,
+    BlockSpec,
+    CostModel,
+    Leg,
+    Plan,
+    StatisticSpec,
+    Wiring,
+    departures,
+    hybrid,
+    make_plan,
+    reductions,
+)
 from natgrad.plan.cost import inverse_elements
 from natgrad.plan.strategies import find_strategy, greedy, grid, in_turn
 
@@ -400,3 +413,36 @@ def test_cost_model() -> None:
     assert eigen.precondition(plain("b", 3)) == 0
     wide = layer("b", 64, 576)
     assert eigen.precondition(wide) > factored.precondition(wide) > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_collectives_are_pairs_of_bucket_and_group_and_depth_adds_none(
+    strategy: str,
+) -> None:
+    """Of as many bytes in layers of the same size or in four times as many parts."""
+    counts: list[dict[str, int]] = []
+    for layers, stack in ((24, 4), (96, 1)):
+        blocks = [layer(f"l{i}", 128, 128, stack) for i in range(layers)]
+        plan = make_plan(blocks, world=8, strategy=strategy, placement="round_robin")
+        wiring = Wiring(way="padded", bucket_bytes=2**40)
+        found = [m for m in plan.sequence(wiring) if m.exchange in EXCHANGES]
+        legs = [
+            *reductions(plan, [s.name for s in plan.statistics]),
+            *(
+                Leg(exchange=x, names=tuple(i.name for i in plan.exchanges[x].items))
+                for x in ("share_inverses", "share_updates")
+            ),
+        ]
+        pairs = [d for part in departures(plan, legs, wiring) for d in part]
+        pairs = [d for d in pairs if len(d.bucket.ranks) > 1]
+        assert len(found) == len(pairs)
+        counts.append(Counter(m.exchange for m in found))
+        for name, exchange in plan.exchanges.items():
+            mine = [m for m in found if m.exchange == name]
+            if exchange.reduces and not strategy.startswith("hybrid"):
+                # payload is what moves, and padding is counted apart
+                assert sum(m.bytes for m in mine) == 4 * exchange.elements()
+    shallow, deep = counts
+    for exchange, count in deep.items():
+        # a bucket may be cut at another layer, no more
+        assert abs(count - shallow[exchange]) <= 1, exchange

@@ -1,6 +1,6 @@
 """Profiles, seconds of exchanges, the and the choice of a strategy."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,11 @@ from natgrad.plan import (
     make_plan,
 )
 from natgrad.plan.autotune.choice import choose_strategy
-from natgrad.plan.autotune.predict import added_seconds, exchange_seconds
+from natgrad.plan.autotune.predict import (
+    added_seconds,
+    exchange_seconds,
+    message_seconds,
+)
 from natgrad.plan.autotune.profile import Collective, Curve, Link, ModelTimes
 from natgrad.plan.autotune.profile_file import (
     load_profile,
@@ -294,3 +298,35 @@ def test_products_have_the_rate_of_their_size(tmp_path: Path) -> None:
     assert machine(flop=3e-9).product(7) == 3e-9
     with pytest.raises(ValueError, match="flops"):
         machine(flops=[[10, 1e-9], [5, 1e-9]])
+
+
+def test_all_to_alls_of_pieces_are_priced_by_their_busiest_ends() -> None:
+    plan = make_plan(BLOCKS, world=4, gradients="sharded")
+    profile = machine()  # two nodes of two ranks
+    (message,) = (m for m in plan.sequence() if m.exchange == "reduce_gradients")
+    assert message.kind == "all_to_all"
+    near, far = [[0] * 4, [0] * 4], [[0] * 2, [0] * 2]
+    for item in plan.exchanges["reduce_gradients"].items:
+        (source,), (to,) = item.sources, item.destinations
+        same = source // 2 == to // 2
+        for way, rank in ((0, source), (1, to)):
+            if same:
+                near[way][rank] += 4 * item.elements
+            else:
+                far[way][rank // 2] += 4 * item.elements
+    wanted = max(map(max, near)) / 1e9 + max(map(max, far)) / 1e8 + 1e-6 + 1e-5
+    assert message_seconds(message, profile) == pytest.approx(wanted)
+    assert exchange_seconds(plan, "reduce_gradients", profile) == pytest.approx(wanted)
+    once = Collective(kind="all_to_all", ranks=4, begin=1.0, call=0.5, byte=0.25)
+    measured = machine(
+        collectives=[
+            asdict(once),
+            {"kind": "reduce", "ranks": 4},
+            {"kind": "gather", "ranks": 4, "begin": 3.0},
+        ]
+    )
+    size = 4 * plan.exchanges["reduce_gradients"].elements()
+    seconds = exchange_seconds(plan, "reduce_gradients", measured)
+    assert seconds == pytest.approx(1.0 + 0.5 + 0.25 * size)
+    older = replace(measured, collectives=measured.collectives[1:])
+    assert exchange_seconds(plan, "reduce_gradients", older) == pytest.approx(3.0)

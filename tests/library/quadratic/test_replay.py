@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,13 @@ from torch.nn import functional as F
 
 import natgrad
 from natgrad.math.outputs import hessian_of_loss, sampled_gradients
-from natgrad.math.quadratic import adapted, minimiser, reduction_ratio, trusted
+from natgrad.math.quadratic import (
+    adapted,
+    minimiser,
+    paced,
+    reduction_ratio,
+    trusted,
+)
 from natgrad.quadratic.replay import Replay, Run
 
 
@@ -193,8 +200,50 @@ def test_ratios_say_what_damping_does() -> None:
     assert reduction_ratio(2.0, 3.0, 1.0) == -float("inf")
     assert reduction_ratio(2.0, 2.0, -1e-9, 1e-8) != reduction_ratio(2.0, 1.0, -1.0)
     changes = [adapted(1.0, ratio, 0.5) for ratio in (0.9, 0.5, 0.1, -1.0)]
-    assert changes == [0.5, 1.0, 2.0, 16.0]
-    assert adapted(1.0, float("nan"), 0.5) == 1.0
+    assert changes == [(0.5, 1), (1.0, 0), (2.0, -4), (16.0, -4)]
+    assert adapted(1.0, float("nan"), 0.5, 3) == (1.0, 0)
+
+
+def test_damping_falls_faster_while_it_falls() -> None:
+    seen = [(1.0, 0)]
+    for ratio in (*[0.9] * 5, 0.5, 0.9, 0.1, *[0.9] * 6):
+        damping, streak = seen[-1]
+        seen.append(adapted(damping, ratio, 0.5, streak))
+    falls = [x / y for (x, _), (y, _) in pairwise(seen)]
+    assert falls == [2, 4, 8, 16, 16, 1, 2, 0.5, 2, 2, 2, 2, 2, 4]
+    assert adapted(1.0, 0.9, 0.5, 3, trust=0.4) == (1.0, 0)
+
+
+def test_rates_that_hardly_change_are_found_more_rarely() -> None:
+    assert [paced(n, (1.0, 0.5), (0.95, 0.55), 1.05) for n in (1, 2, 4)] == [2, 4, 4]
+    assert paced(4, (1.0, 0.5), (0.8, 0.5), 1.0) == 1
+    assert paced(4, (1.0, 0.5), (1.0, 0.7), 1.0) == 1
+    assert paced(4, (1.0, 0.5), (1.0, 0.5), 0.8) == 1
+    assert paced(4, (1.0, 0.5), (1.0, 0.5), math.nan) == 1
+
+
+def test_between_two_solutions_no_products_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, solved = nn.Linear(2, 2), list[int]()
+    optimizer = natgrad.SPNGD(model, lr="auto", momentum="auto", damping=1.0)
+
+    def found(*_: Any) -> tuple[float, float]:
+        solved.append(optimizer.engine.step)
+        return 0.01, 0.0
+
+    monkeypatch.setattr("natgrad.quadratic.tuner.minimiser", found)
+    assert optimizer.engine.tuner is not None
+    optimizer.engine.tuner.ratio = 1.0
+    for _ in range(12):
+
+        def closure() -> Any:
+            outputs = model(torch.ones(4, 2))
+            return outputs, outputs.square().mean()
+
+        optimizer.step(closure)
+        assert optimizer.health()["lr"] == 0.01
+    assert solved == [0, 1, 3, 7, 11]
 
 
 def test_momentum_at_most_repeats_the_last_step() -> None:

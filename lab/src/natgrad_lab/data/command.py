@@ -15,7 +15,7 @@ USAGE = f"""usage: natgrad data get NAME [--root DIR]
        natgrad data cache imagenet --out DIR [--crop resized] [--check] ...
 
 get downloads, checks and unpacks a data set: {", ".join(SOURCES)}.
-digits and text need no download: text of your own is named by --data.folder.
+The others but imagenet need none: text of your own is named by --data.folder.
 cache resizes ImageNet's images once, for --data.cache DIR."""
 
 

@@ -22,7 +22,7 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Examples in memory: images (N, C, H, W) uint8 and labels (N,) int64."""
+    """Examples in memory: images (N, C, H, W) uint8, labels (N,) int64; or values."""
 
     inputs: Tensor
     labels: Tensor
@@ -46,8 +46,9 @@ class Dataset:
         name: the name `load` knows it by.
         train: examples to train on.
         test: examples to test on.
-        classes: name of each class; for text, each character.
+        classes: name of each class; for text, each character; none of values.
         shape: one example as the model sees it: (C, H, W), or (T,) for text.
+        values: how many a label has, if labels are values (N, values) and no classes.
         note: what the data really are, to print beside a result.
         mean: what is subtracted from images, in pixel units: (C, 1, 1) or (C, H, W).
         std: what they are divided by, (C, 1, 1) or ().
@@ -64,6 +65,7 @@ class Dataset:
     classes: tuple[str, ...]
     shape: tuple[int, ...]
     note: str
+    values: int = 0
     mean: Tensor | None = None
     std: Tensor | None = None
     padding: int = 0
@@ -81,7 +83,7 @@ class Dataset:
     @property
     def is_text(self) -> bool:
         """Whether examples are sequences of characters."""
-        return len(self.shape) == 1
+        return len(self.shape) == 1 and not self.values
 
 
 def in_memory(

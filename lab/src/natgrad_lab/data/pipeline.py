@@ -46,7 +46,7 @@ def steps(
         device: send batches there, and do there what is not cutting of encoded images.
             None: everything is done here, and batches stay here.
     """
-    if dataset.is_text:
+    if dataset.is_text or dataset.values:
         return Steps(placement=None if device is None else Placement(device, None))
     normalize = _normalize(dataset, channels_last, device)
     erase = RandomErasing(probability=erasing) if erasing else None

@@ -10,7 +10,10 @@ from natgrad_lab.data.dataset import Dataset
 from natgrad_lab.data.download import Progress
 from natgrad_lab.data.folders import DataError, data_root
 
-NAMES = ("digits", "cifar10", "fashion_mnist", "imagenet", "text")
+NAMES = (
+    *("digits", "cifar10", "fashion_mnist", "imagenet", "text"),
+    *("autoencoder", "picture", "poisson"),
+)
 
 
 def load(
@@ -37,7 +40,7 @@ def load(
     """
     if name not in NAMES:
         raise DataError(f"Invalid data {name=}. Must be one of {', '.join(NAMES)}.")
-    # imported on demand: only digits needs scikit-learn, only imagenet pillow
+    # imported on demand: few need scikit-learn or pillow
     read: Callable[..., Dataset] = import_module(f"natgrad_lab.data.{name}").load
     if name == "imagenet":
         told = None if progress is None else partial(progress, "mean image")

@@ -38,7 +38,11 @@ def main(arguments: Sequence[str]) -> int:
         return _start(asked)
     torch.set_num_threads(1)
     with processes(timeout=60.0) as world:
-        found = list(examine(world, death=asked.death))
+        found: list[Finding] = []
+        for each in examine(world, death=asked.death):
+            found.append(each)
+            if world.main:
+                _say(f"{each.check}: {'fit' if each.good else 'NOT fit'}")
         if world.main:
             show(table(found))
         status = int(not all(each.good for each in found))
@@ -52,10 +56,16 @@ def main(arguments: Sequence[str]) -> int:
 def _start(asked: DoctorCommand) -> int:
     if asked.world < 2:
         raise UserError(f"Invalid world={asked.world}. Must be >= 2.")
+    _say(f"starting {asked.world} processes")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += ["--nproc-per-node", str(asked.world), "-m", "natgrad_lab", "doctor"]
     launch += [] if asked.death else ["--no-death"]
     return subprocess.run(launch, check=False).returncode
+
+
+def _say(line: str) -> None:
+    """The checks take a while: how far they are."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def table(found: Sequence[Finding]) -> Table:

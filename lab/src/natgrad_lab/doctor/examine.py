@@ -24,15 +24,14 @@ from natgrad.plan import (
     Plan,
     departures,
     flat,
-    make_plan,
     mine,
     reductions,
 )
-from natgrad_lab.simulate.collectives import made_up, timed
+from natgrad_lab.simulate.collectives import made_up, plan_for, timed
 from natgrad_lab.train.processes import World
 
 WAYS = ("rooted", "padded")
-STRATEGIES = ("spngd", "layer_wise", "factor_wise", "hybrid(0.5)")
+STRATEGIES = ("spngd", "layer_wise", "factor_wise", "hybrid(0.5)", "sharded")
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 LARGE = 2**20
 """Elements of the sum that bandwidth is found by."""
@@ -112,7 +111,7 @@ def wrong(
 
 
 def _plan(world: World, strategy: str) -> Plan:
-    return make_plan(made_up(5, 12), world=world.size, strategy=strategy)
+    return plan_for(made_up(5, 12), world.size, strategy)
 
 
 def exchanges(world: World) -> list[Finding]:

@@ -15,6 +15,7 @@ from natgrad_lab.models.gpt import GPT
 from natgrad_lab.models.mlp import MLP
 from natgrad_lab.models.resnet import BasicBlock, Bottleneck, ResNet
 from natgrad_lab.models.rotary import RotaryGPT
+from natgrad_lab.models.values import Autoencoder, Field, Sines
 from natgrad_lab.models.vit import ViT
 
 Shape = tuple[int, ...]
@@ -52,6 +53,18 @@ def _sequence(shape: Shape, classes: int) -> dict[str, int]:
     return {"context": shape[0], "vocabulary": classes}
 
 
+def _same(shape: Shape, outputs: int) -> dict[str, int]:
+    return {"features": math.prod(shape)}
+
+
+def _values(shape: Shape, outputs: int) -> dict[str, int]:
+    return {"features": math.prod(shape), "outputs": outputs}
+
+
+def _none(shape: Shape, outputs: int) -> dict[str, int]:
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """How to make a model, and which settings follow from the data."""
@@ -75,6 +88,9 @@ MODELS: dict[str, Entry] = {
     "gpt": Entry(make=GPT, fit=_sequence),
     "gpt_rotary": Entry(make=RotaryGPT, fit=_sequence),
     "airbench": Entry(make=Airbench, fit=_image),
+    "autoencoder": Entry(make=Autoencoder, fit=_same),
+    "sines": Entry(make=Sines, fit=_values),
+    "field": Entry(make=Field, fit=_none),
 }
 
 
@@ -104,7 +120,7 @@ def build_for(name: str, shape: Shape, classes: int, **settings: Any) -> nn.Modu
     Args:
         name: one of `names()`.
         shape: one example's: (C, H, W) for images, (T,) for text.
-        classes: number of classes, or of different characters.
+        classes: number of classes, of different characters, or of values.
         **settings: the model's own arguments; they win over what the data implies.
     """
     fitted: dict[str, Any] = {**_entry(name).fit(shape, classes), **settings}

@@ -1,8 +1,7 @@
 """The transformer block that the GPT and the ViT share.
 
 Every weight is in a plain nn.Linear, nn.LayerNorm or nn.Embedding that is called as a
-module, so that hooks see it. (nn.MultiheadAttention calls its projections as functions:
-their hooks never fire.)
+module, so that any library's hooks see it.
 
 Shapes: B batch, T positions, W width, H heads.
 """

@@ -12,6 +12,7 @@ from natgrad_lab.recipes import (
     pauloski2020_cifar10,
     pauloski2020_imagenet,
     text,
+    values,
     vit,
     whole,
 )
@@ -22,6 +23,7 @@ FILES = (
     cifar10_fashion,
     text,
     vit,
+    values,
     whole,
     osawa2019,
     osawa2020,

@@ -8,7 +8,8 @@ fresh, as in Table 1 and Figure 3 (Figure 6's caption: "no approx"). For section
 variant add --curvature.norm diag, for its stale statistics --refresh.kind late.
 A process takes 32 images at a time, as their GPUs did; the rest accumulates. Half
 precision is section 1's ("for both computation and" communication) and section 3.4's
-(Tensor Cores): float16 products here, with a loss scale, which it does not mention.
+(Tensor Cores): float16 products here, those of statistics too, with a loss scale,
+which it does not mention.
 Running mixup and erasing are those of the authors' published code, one lambda per image
 (--data.mixup-kind step: one per step, as the equations have it). Batch norm's weights
 begin at 1; in that code they are drawn from N(1, 0.05^2).
@@ -87,6 +88,7 @@ def recipe(batch: int) -> Recipe:
             damping_warmup=row.t_warmup,
             style="factored",
             factor_decay=0.0,
+            factor_precision="float16",
             norm="full",
             norm_damping_ratio=row.rho_bn,
         ),

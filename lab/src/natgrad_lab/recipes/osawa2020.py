@@ -4,9 +4,10 @@ Source: Osawa et al., "Scalable and Practical Natural Gradient for Large-Scale D
 Learning", TPAMI 2020: settings from Table 2, sections 6.1 to 6.3 and 7.1; steps and
 accuracy from Table 2. Empirical Fisher, unit-wise batch norm, adaptive refresh
 (Algorithms 1 and 2) up to 32K as published; 65K and 131K were run always fresh. Half
-precision and channels_last are section 5.2's; a loss scale, which float16 needs, is not
-mentioned there. Running mixup and erasing are those of the authors' published code, one
-lambda per image (--data.mixup-kind step: one per step, as the equations are printed).
+precision, of the products of statistics too, and channels_last are section 5.2's; a
+loss scale, which float16 needs, is not mentioned there. Running mixup and erasing are
+those of the authors' published code, one lambda per image (--data.mixup-kind step: one
+per step, as the equations are printed).
 
 Not printed, and different in that code: rho, which multiplies the damping of batch
 norm, is 1 here and 16 there (--curvature.norm-damping-ratio 16), and batch norm's
@@ -90,6 +91,7 @@ def recipe(batch: int) -> Recipe:
             damping=row.damping,
             style="factored",
             factor_decay=0.0,
+            factor_precision="float16",
             fisher="empirical",
             norm="unit",
         ),

@@ -80,8 +80,9 @@ class Asked:
     """Steps between inversions; with --refresh every."""
     placement: str = "longest_first"
     """longest_first or round_robin."""
-    gradients: Literal["own", "ddp"] = "own"
-    """Who averages gradients: the library, or DDP."""
+    gradients: Literal["own", "ddp", "sharded"] = "own"
+    """Who averages gradients: the library, DDP, or fully_shard, which also cuts the
+    model."""
     batch_per_rank: int = 32
     """Examples per rank."""
 

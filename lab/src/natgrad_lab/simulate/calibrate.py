@@ -26,6 +26,7 @@ from natgrad_lab.errors import UserError
 from natgrad_lab.simulate import operations
 from natgrad_lab.simulate.modeltimes import in_own_process
 from natgrad_lab.simulate.operations import fit_curve, fit_positive
+from natgrad_lab.simulate.tuning import tune
 from natgrad_lab.simulate.work import lab_settings
 
 
@@ -122,6 +123,7 @@ def _calibrate(asked: Calibrate, device: str) -> HardwareProfile:
         crowding=_crowding(found),
         overlap=float(np.median([f["overlap"] for f in found])) if found else 1.0,
         collectives=tuple(c for f in found for c in _collectives(f)),
+        tuning=tune(device, short),
         models={
             name: in_own_process(name, asked.batch, device) for name in asked.models
         },
@@ -150,7 +152,7 @@ def _collectives(found: dict[str, Any]) -> list[Collective]:
     """A model of each kind of exchange, of least relative error."""
     ranks = found["world"]
     models = [Collective(kind="agree", ranks=ranks, begin=found["agree"])]
-    for kind in ("reduce", "all_reduce", "gather"):
+    for kind in ("reduce", "all_reduce", "gather", "all_to_all"):
         rows = [row for row in found["exchanges"] if row["kind"] == kind]
         parts = [[1.0, r["calls"], r["items"], r["bytes"]] for r in rows]
         seconds = np.array([r["seconds"] for r in rows])

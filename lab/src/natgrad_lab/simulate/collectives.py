@@ -27,6 +27,7 @@ from natgrad.plan import (
     StatisticSpec,
     bucket_limit,
     make_buckets,
+    make_crates,
     make_plan,
 )
 from natgrad.plan.autotune import BUCKET_BYTES
@@ -40,8 +41,10 @@ SHARES = (
     ("layer_wise", "share_updates", "gather"),
     ("factor_wise", "reduce_gradients", "all_reduce"),
     ("factor_wise", "share_inverses", "gather"),
+    ("sharded", "reduce_gradients", "all_to_all"),
+    ("sharded", "share_updates", "all_to_all"),
 )
-"""Strategy and exchange that are all of one kind of collective."""
+"""Strategy, or "sharded" for pieces, and exchange that are all of one kind."""
 REPEATS = 15
 BUSY = 0.15
 """Seconds of each measurement of crowding, on a rank alone."""
@@ -68,6 +71,10 @@ def features(plan: Plan, name: str) -> tuple[int, int, int]:
     """Collectives, tensors and bytes of an exchange, as it is sent."""
     exchange = plan.exchanges[name]
     names = [item.name for item in exchange.items]
+    if exchange.swaps:
+        crates = make_crates(exchange, names, BUCKET_BYTES // 4)
+        moves = [move for crate in crates for move in crate.parcels]
+        return len(crates), len(moves), 4 * sum(move.elements for move in moves)
     limit = bucket_limit(exchange, names, BUCKET_BYTES // 4)
     buckets, _ = make_buckets(exchange, names, limit)
     whole = [1 if b.kind == "all_reduce" else len(b.segments) for b in buckets]
@@ -108,7 +115,7 @@ def exchanges(world: World) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for count, size in CASES:
         for strategy, name, kind in SHARES:
-            plan = make_plan(made_up(count, size), world=world.size, strategy=strategy)
+            plan = plan_for(made_up(count, size), world.size, strategy)
             comm = Communicator(plan)
             spent = timed(world, lambda c=comm, n=name: fly(c, n, world.device))
             comm.close()
@@ -116,6 +123,13 @@ def exchanges(world: World) -> list[dict[str, Any]]:
             row = {"kind": kind, "calls": calls, "items": items, "bytes": moved}
             rows.append(row | {"seconds": spent})
     return rows
+
+
+def plan_for(blocks: list[BlockSpec], world: int, strategy: str) -> Plan:
+    """By a strategy, or "sharded": of pieces that move to workers and back."""
+    if strategy == "sharded":
+        return make_plan(blocks, world=world, gradients="sharded")
+    return make_plan(blocks, world=world, strategy=strategy)
 
 
 def agreement(world: World) -> float:

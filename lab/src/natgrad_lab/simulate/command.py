@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def run(asked: SimulateCommand) -> list[Result]:
 def method_of(asked: SimulateCommand, strategy: str, world: int) -> Method:
     """What is simulated on so many ranks."""
     if strategy == "sgd":
-        return SGD
+        return replace(SGD, gradients=asked.gradients)
     options = options_asked(asked)
     return Method(
         strategy=strategy,

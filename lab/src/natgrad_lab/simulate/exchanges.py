@@ -70,7 +70,8 @@ class Exchanges:
             return []
         if self.measured:
             sent = self._send_measured("reduce_statistics", "left", backward)
-            return sent + self._send_measured("reduce_gradients", "", backward)
+            sent += self._send_measured("reduce_gradients", "", backward)
+            return sent + self._swap(sent[-1:])
         legs: Sequence[Leg] = ()
         if not self.sgd:
             due = [s.name for s in self.plan.statistics if self.kind.estimates(s.name)]
@@ -83,7 +84,7 @@ class Exchanges:
         for departure in first:
             seconds = self._departure(departure, legs[departure.leg].exchange, weights)
             tasks.append(self._ship(legs, departure, seconds, ready))
-        if self.sgd or self.plan.gradients == "ddp":
+        if self._averaged:
             tasks += self._all_reduce(backward)
         if legs:
             tasks += self._agree(1, tasks[-1:], "control")
@@ -95,7 +96,27 @@ class Exchanges:
             spread = "reduce_gradients"
             last = max(busy.values())
             tasks.append(self.timeline.add(spread, spread, NETWORK, last, tasks[-1:]))
-        return tasks
+        return tasks + self._swap(tasks[-1:])
+
+    def _swap(self, after: Sequence[Task]) -> list[Task]:
+        """The pieces of a sharded model's gradients, to their workers."""
+        if self.sgd or not self.plan.exchanges["reduce_gradients"].swaps:
+            return []
+        task = self._share("reduce_gradients", dict(enumerate(after)), whole)
+        return [task] if task else []
+
+    @property
+    def _averaged(self) -> bool:
+        """Whether DDP or `fully_shard` averages gradients."""
+        return self.sgd or self.plan.gradients != "own"
+
+    @property
+    def _ways(self) -> int:
+        """How often an average moves all weights, in reduce-scatters and all-gathers.
+
+        `fully_shard` gathers them in the forward and in the backward.
+        """
+        return 3 if self.plan.gradients == "sharded" else 2
 
     @property
     def _wiring(self) -> Wiring:
@@ -118,8 +139,9 @@ class Exchanges:
         """A whole exchange as it was measured, after the pass but for its overlap."""
         if side and (self.sgd or not self.kind.estimated):
             return []
-        if not side and (self.sgd or self.plan.gradients == "ddp"):
+        if not side and self._averaged:
             seconds = sgd_exchange(self.plan.blocks, self.plan.world, self.profile)
+            seconds *= self._ways / 2
         else:
             names = [item.name for item in self.plan.exchanges[exchange].items]
             due = self.kind.estimates if side else whole
@@ -148,7 +170,7 @@ class Exchanges:
         )
 
     def _all_reduce(self, ready: Ready) -> list[Task]:
-        """DDP's buckets, as in SGD."""
+        """DDP's buckets, as in SGD, or `fully_shard`'s."""
         world, each = self.plan.world, self.conditions.element_bytes("reduce_gradients")
         tasks: list[Task] = []
         bucket: list[str] = []
@@ -158,7 +180,7 @@ class Exchanges:
             bucket.append(layer.spec.name)
             size += each * layer.spec.elements
             if size >= self.conditions.bucket_bytes or index == len(layers) - 1:
-                seconds = 2 * self.profile.move(size, world)
+                seconds = self._ways * self.profile.move(size, world)
                 tasks.append(self._ship_blocks(bucket, seconds, ready))
                 bucket, size = [], 0.0
         return tasks

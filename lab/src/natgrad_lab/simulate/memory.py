@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from natgrad import Budget, Options
-from natgrad.diagnostics.groups import Labelled
 from natgrad.layers import Block
 from natgrad.plan import (
     FLOAT_BYTES,
@@ -33,7 +32,7 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def keeps_of(options: Options, ruled: Sequence[Labelled] = ()) -> Keeps:
+def keeps_of(options: Options, ruled: Sequence[tuple[str, Block]] = ()) -> Keeps:
     """What a method keeps between steps; ``ruled`` are blocks with their own rules."""
     statistics, inverses = options.refresh.mean_intervals()
     return Keeps(

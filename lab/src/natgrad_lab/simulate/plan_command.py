@@ -53,9 +53,6 @@ class PlanCommand(Asked):
 
     method: Literal["kfac", "spngd", "polar", "muon", "soap", "shampoo"] = "kfac"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Whose options are the defaults: natgrad.KFAC, SPNGD, Polar, Muon, ..."""
-    gradients: Literal["own", "ddp", "sharded"] = "own"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Who averages gradients: the library, DDP, or fully_shard, which also cuts the
-    model."""
     world: int = 8
     """Number of ranks."""
     strategy: str | None = None

@@ -57,6 +57,10 @@ class Method:
     def sgd(self) -> bool:
         return self.strategy == "sgd"
 
+    @property
+    def sharded(self) -> bool:
+        return self.gradients == "sharded"
+
 
 SGD = Method(strategy="sgd")
 
@@ -91,7 +95,7 @@ def plan_of(work: Work, profile: HardwareProfile, world: int, method: Method) ->
         strategy="factor_wise" if method.sgd else method.strategy,
         placement=method.placement,
         costs=None if method.costs == "library" else cost,
-        gradients="ddp" if method.sgd else method.gradients,
+        gradients="ddp" if method.sgd and not method.sharded else method.gradients,
         inverse=method.inverse,
     )
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import natgrad
 from natgrad import SPNGD, Free, Options, Rule
-from natgrad.diagnostics.groups import Labelled, labelled
+from natgrad.diagnostics.groups import labelled
 from natgrad.layers import Block, LayerOptions, find_blocks
 from natgrad.math.statistics import enough_stride
 from natgrad.plan import BlockSpec, StatisticSpec
@@ -84,7 +84,7 @@ class Work:
     layers: tuple[Layer, ...]
     elements: int
     left_out: tuple[str, ...]
-    ruled: tuple[Labelled, ...] = ()
+    ruled: tuple[tuple[str, Block], ...] = ()
 
     @property
     def specs(self) -> tuple[BlockSpec, ...]:

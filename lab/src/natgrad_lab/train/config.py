@@ -36,9 +36,11 @@ class ModelConfig:
     """The network: a name known to `natgrad_lab.models.build`."""
 
     name: str = "resnet8"
-    """Model name, for example resnet20, resnet50, airbench, mlp, vit, gpt."""
+    """Model name, for example resnet20, resnet50, airbench, mlp, vit, gpt; for values
+    autoencoder, sines, field."""
     width: int | None = None
-    """Width of the CIFAR ResNets, airbench, vit and gpt. None: the model's own."""
+    """Width of the CIFAR ResNets, airbench, vit, gpt and the models of values. None:
+    the model's own."""
     channels_last: bool | None = None
     """Memory layout of images. None: channels_last for ResNets."""
 
@@ -52,7 +54,8 @@ class DataConfig:
     """The data set and how a training batch is varied."""
 
     name: str = "digits"
-    """Data set name: digits, cifar10, fashion_mnist, imagenet, text."""
+    """Data set name: digits, cifar10, fashion_mnist, imagenet, text; of values, learnt
+    by squared error: autoencoder, picture, poisson."""
     root: Path | None = None
     """Folder of all data sets. None: $NATGRAD_DATA, or the user's cache."""
     folder: Path | None = field(default=None, metadata=LATER)
@@ -119,6 +122,9 @@ class OptimizerConfig:
     """sgd, adamw, spngd, polar; for comparison muon, soap, shampoo."""
     kfac: bool = False
     """Precondition the gradients with K-FAC first (sgd and adamw)."""
+    auto: bool = field(default=False, metadata=LATER)
+    """spngd: find damping, learning rate and momentum (`natgrad.SPNGD.auto`); lr and
+    momentum say nothing then."""
     lr: float = 0.1
     """Learning rate at the start, after warmup."""
     momentum: float | None = None
@@ -168,6 +174,9 @@ class OptimizerConfig:
             require(value is None or self.alone, f"optimizer.{name}", value, legal)
         ok = not self.flat or self.name == "soap"
         require(ok, "optimizer.flat", self.flat, "off unless optimizer.name is soap")
+        ok = not self.auto or (self.name == "spngd" and self.momentum is None)
+        legal = "off unless optimizer.name is spngd, without a momentum"
+        require(ok, "optimizer.auto", self.auto, legal)
         legal = "off unless optimizer.name is sgd or adamw"
         ok = not self.kfac or self.name in ("sgd", "adamw")
         require(ok, "optimizer.kfac", self.kfac, legal)
@@ -190,6 +199,8 @@ class OptimizerConfig:
         """For tables and figures: sgd, kfac+sgd, muon+trust, spngd..."""
         if self.trust:
             return "lars" if self.name == "sgd" else f"{self.name}+trust"
+        if self.auto:
+            return "kfac auto"
         return f"kfac+{self.name}" if self.kfac else self.name
 
     @property
@@ -260,6 +271,9 @@ class CurvatureConfig:
     """How normalisation layers are treated."""
     norm_damping_ratio: float | None = None
     """rho_BN: multiplies the damping of norm layers (Osawa et al. 2019, 4.2)."""
+    factor_precision: Literal["float16", "bfloat16"] | None = None
+    """What activations and gradients are rounded to before they are multiplied for a
+    statistic; none: not at all."""
     subsample: int | Literal["needed"] | None = None
     """Statistics from every k-th example only; 1: from all. needed: from as many as
     each layer needs, however large the batch."""
@@ -453,6 +467,11 @@ class TrainConfig:
         require(looks >= 0, "diagnostics", looks, ">= 0")
         legal = "0 unless the optimizer is spngd, polar or has kfac"
         require(not looks or self.optimizer.curved, "diagnostics", looks, legal)
+        fixed = self.curvature.damping, self.curvature.damping_start
+        plain = self.schedule == ScheduleConfig() and self.precision != "float16"
+        ok = not self.optimizer.auto or (plain and fixed == (None, None))
+        legal = "off with a damping, a schedule or float16"
+        require(ok, "optimizer.auto", self.optimizer.auto, legal)
         limit = 10**8  # three years, in seconds
         require(0 < self.timeout <= limit, "timeout", self.timeout, f"in (0, {limit}]")
         threads = self.threads

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +22,7 @@ from natgrad_lab.train.checkpoint import Checkpoints
 from natgrad_lab.train.feed import Feed
 from natgrad_lab.train.methods import make
 from natgrad_lab.train.metrics import Clock, MetricsWriter, waiting_share
+from natgrad_lab.train.objective import Classes, Objective, Values
 from natgrad_lab.train.precision import Mixed
 from natgrad_lab.train.processes import World, is_connection
 from natgrad_lab.train.progress import Bar
@@ -66,6 +67,9 @@ class Trainer:
         self.micro, self.forwards = self.config.accumulation(world.size)
         dataset = self._load_data()
         self._data_note = dataset.note
+        self.objective: Objective = Classes(self.config.data.label_smoothing)
+        if dataset.values:
+            self.objective = Values(dataset.values)
         torch.manual_seed(self.config.seed)
         self.model, layout = self._build_model(dataset)
         self.feed = Feed(
@@ -157,6 +161,8 @@ class Trainer:
     def _one_step(self) -> None:
         self.replica.train()
         self._last = torch.zeros((), device=self.world.device)
+        if self.method.finds:
+            return self._found_step()
         for index in range(self.forwards):
             self.world.mark(f"in step {self.step}, data")
             with self.clock.phase("data"):
@@ -164,10 +170,8 @@ class Trainer:
             with self._reduction(last=index == self.forwards - 1):
                 self.world.mark(f"in step {self.step}, forward and backward")
                 with self.clock.phase("forward"):
-                    with self.mixed.autocast():
-                        outputs = self.replica(inputs)
-                    outputs = outputs.float()
-                    loss = self._criterion(outputs, labels) / self.forwards
+                    outputs, loss = self._closure(inputs, labels)
+                    loss = loss / self.forwards
                 with self.clock.phase("backward"):
                     self.method.before_backward(outputs)
                     self.mixed.backward(loss)
@@ -181,6 +185,25 @@ class Trainer:
             self.method.optimizer.zero_grad()
         self.step += 1
 
+    def _found_step(self) -> None:
+        """With closures: the optimizer runs forwards and backwards, and finds rates."""
+        closures: list[Any] = []
+        with self.clock.phase("data"):
+            for _ in range(self.forwards):
+                closures.append(partial(self._closure, *self.feed.next()))
+        self.world.mark(f"in step {self.step}, update")
+        with self.clock.phase("update"):
+            self._last += self.method.optimizer.step(closures)  # type: ignore[operator]
+            self._refreshes.note(self.step + 1)
+        self._note_loss()
+        self.step += 1
+
+    def _closure(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        with self.mixed.autocast():
+            outputs = self.replica(inputs)
+        outputs = outputs.float()
+        return outputs, self.objective.loss(outputs, labels)
+
     def _note_loss(self) -> None:
         """A loss that is not finite is not summed: one bad batch is a skipped step."""
         finite = self._last.isfinite()
@@ -193,37 +216,26 @@ class Trainer:
             return self.replica.no_sync()
         return nullcontext()
 
-    def _criterion(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy over examples and, for text, positions."""
-        rows = outputs.flatten(0, -2)
-        if labels.is_floating_point():  # probabilities, already smoothed
-            return F.cross_entropy(rows, labels)
-        smoothing = self.config.data.label_smoothing
-        return F.cross_entropy(rows, labels.flatten(), label_smoothing=smoothing)
-
     def _evaluate(self, bar: Bar) -> bool:
         """Write a test record; False when its loss is not finite, nor the weights."""
         with self.world.average_buffers(self.model):
             loss, accuracy = self._test()
         seen = {"loss": loss, "accuracy": accuracy}
         self._write("test", epoch=self.epoch, **seen, **self._spent())
-        bar.say(self.step, self.epoch, **seen, seconds=self.clock.total)
+        seen |= {"seconds": self.clock.total, **self.method.found()}
+        bar.say(self.step, self.epoch, **seen)
         return math.isfinite(loss)
 
     @torch.no_grad()
     def _test(self) -> tuple[float, float]:
         """Mean loss and accuracy in percent over the whole test set."""
         self.model.eval()
-        totals = torch.zeros(3, dtype=torch.float64)
+        totals = torch.zeros(self.objective.size, dtype=torch.float64)
         for inputs, labels in self.feed.test():
             with self.mixed.autocast():
                 outputs = self.model(inputs)
-            rows, flat = outputs.float().flatten(0, -2), labels.flatten()
-            totals[0] += F.cross_entropy(rows, flat, reduction="sum").double().cpu()
-            totals[1] += (rows.argmax(-1) == flat).sum().cpu()
-            totals[2] += flat.numel()
-        loss, right, count = self.world.sum(totals).tolist()
-        return loss / count, 100.0 * right / count
+            totals = totals + self.objective.totals(outputs.float(), labels)
+        return self.objective.result(self.world.sum(totals))
 
     def _log(self) -> bool:
         """Write a training record; False when no loss since the last was finite."""
@@ -314,7 +326,7 @@ class Trainer:
     def _build_model(self, dataset: Dataset) -> tuple[nn.Module, torch.memory_format]:
         settings = self.config.model
         options = {} if settings.width is None else {"width": settings.width}
-        classes = len(dataset.classes)
+        classes = len(dataset.classes) or dataset.values
         try:
             model = models.build_for(settings.name, dataset.shape, classes, **options)
         except TypeError as error:

@@ -24,6 +24,7 @@ from natgrad_lab.train.parts import Parts
 assert isinstance(Polar.defaults.fallback, Adam)
 REST_RATE = Polar.defaults.fallback.rate
 Scaler = torch.amp.GradScaler | None
+FOUND = ("damping", "ratio", "lr", "momentum")
 
 
 class Maker(Protocol):
@@ -38,13 +39,15 @@ class Maker(Protocol):
 class Method:
     """An update rule ready to step.
 
-    ``curved`` is the object that estimates statistics (KFAC or SPNGD), if any.
+    ``curved`` is the object that estimates statistics (KFAC or SPNGD), if any. One that
+    ``finds`` its rates takes closures.
     """
 
     optimizer: Optimizer
     curved: KFAC | SPNGD | None = None
     damping: Callable[[int], float] | None = None
     sampled: bool = False
+    finds: bool = False
 
     def before_backward(self, outputs: Tensor) -> None:
         """The extra backward of a sampled Fisher."""
@@ -61,7 +64,14 @@ class Method:
             facts["damping"] = float(self.damping(step))
         if self.curved is not None:
             facts |= curvature_facts(self.curved)
-        return facts
+        return facts | self.found()
+
+    def found(self) -> dict[str, float]:
+        """Damping, reduction ratio, learning rate and momentum, if it finds them."""
+        if not self.finds or self.curved is None:
+            return {}
+        health = self.curved.health()
+        return {name: float(health[name]) for name in FOUND}
 
     def close(self) -> None:
         """Remove hooks."""
@@ -108,6 +118,8 @@ def make(
 
 
 def _curved(optimizer: Optimizer, curved: KFAC | SPNGD, options: Options) -> Method:
+    if options.is_auto:
+        return Method(optimizer=optimizer, curved=curved, finds=True)
     damping, sampled = options.damping, options.fisher == "sampled"
     assert callable(damping)
     return Method(optimizer=optimizer, curved=curved, damping=damping, sampled=sampled)

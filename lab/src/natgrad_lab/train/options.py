@@ -21,6 +21,8 @@ from natgrad_lab.train.schedules import make_damping, make_refresh
 
 def defaults_of(config: TrainConfig) -> Options:
     """Those of the class that a config asks for; of KFAC for a plain optimizer."""
+    if config.optimizer.auto:
+        return SPNGD.auto
     kinds = {"spngd": SPNGD, "polar": Polar}
     return kinds.get(config.optimizer.name, KFAC).defaults
 
@@ -28,12 +30,12 @@ def defaults_of(config: TrainConfig) -> Options:
 def options_of(config: TrainConfig, examples: int) -> Options:
     """What a config says about curvature, on a training set of ``examples``."""
     start, c = defaults_of(config), config.curvature
-    assert isinstance(start.damping, float)
     rule = rule_of(config)
     fields = given(
         rule=rule,
         fallback=_fallback(start, config),
         factor_decay=c.factor_decay,
+        factor_precision=_dtype(c.factor_precision),
         fisher=c.fisher,
         norm=c.norm,
         norm_damping_ratio=c.norm_damping_ratio,
@@ -50,9 +52,10 @@ def options_of(config: TrainConfig, examples: int) -> Options:
             fields[name] = value if isinstance(value, int) else None
     if config.optimizer.alone:
         fields |= _update(start, config)
+    if isinstance(start.damping, float):  # and not found
+        fields["damping"] = make_damping(config, examples, start.damping)
     return replace(
         start,
-        damping=make_damping(config, examples, start.damping),
         refresh=make_refresh(config, examples, start.refresh),
         skip=c.skip,
         comm=_comm(config),
@@ -68,11 +71,15 @@ def _comm(config: TrainConfig) -> CommOptions:
         timeout=config.timeout,
         hierarchical=known[c.hierarchical],
         **given(
-            precision=None if c.wire is None else getattr(torch, c.wire),
+            precision=_dtype(c.wire),
             half=c.half or None,
             bucket_bytes=None if c.bucket_mib is None else int(c.bucket_mib * 2**20),
         ),
     )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 def rule_of(config: TrainConfig) -> Rule:
@@ -104,7 +111,7 @@ def _update(start: Options, config: TrainConfig) -> dict[str, Any]:
     """What only an optimizer of its own has: momentum, decay, learning rate."""
     c = config.optimizer
     return given(
-        lr=c.lr,
+        lr=None if c.auto else c.lr,
         momentum=c.momentum,
         weight_decay=c.weight_decay,
         average=changed(start.average, AVERAGES, c.average, nesterov=c.nesterov),

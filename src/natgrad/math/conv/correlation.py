@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from natgrad.math import products
 from natgrad.math.conv.geometry import ConvGeometry
 from natgrad.math.products import blocks, sum_dtype
+from natgrad.math.tuning import tuning_of
 
 
 def correlate_images(x: Tensor, geometry: ConvGeometry, _: int = 0) -> Tensor:
@@ -137,7 +137,7 @@ def spread(correlation: Tensor, geometry: ConvGeometry) -> Tensor:
     groups, _, size, _ = offsets.shape
     result = offsets.new_empty(groups, size, geometry.taps, size, geometry.taps)
     # A product with zeros and ones gathers several times faster than an index does.
-    most = products.block_bytes(offsets) // 4
+    most = tuning_of(offsets).block_bytes // 4
     step = max(1, most // (size * geometry.taps**2 * groups * 4))
     for start in range(0, size, step):
         rows = offsets[:, :, start : start + step]

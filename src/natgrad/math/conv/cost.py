@@ -10,7 +10,7 @@ from natgrad.math.conv.geometry import (
     is_pointwise,
     positions,
 )
-from natgrad.math.products import BLOCK_BYTES, PANEL
+from natgrad.math.tuning import Tuning
 
 # No transform matrix larger than this is considered (1 MiB in float32).
 LARGEST_TRANSFORM = 2**18
@@ -24,54 +24,56 @@ class Cost(NamedTuple):
     spectral: int = 0
 
 
-# Rates measured in one thread of an AVX2 CPU, in multiplications and in elements a
-# nanosecond. Only their ratios matter for the choice.
-PRODUCT, CONVOLUTION, COPY = 30.0, 22.0, 2.0
-
-
+# Nanoseconds of the calls of an autocorrelation, however small it is.
 CALLS = 5e5
 
 
 @lru_cache(maxsize=1024)
-def cheapest(shape: tuple[int, ...], geometry: ConvGeometry) -> Cost:
+def cheapest(shape: tuple[int, ...], geometry: ConvGeometry, tuning: Tuning) -> Cost:
     """The cheapest way to the input moment of an input of this shape."""
     if is_pointwise(geometry):
         return Cost(0.0, "pointwise")
     size = shape[1] // geometry.groups * geometry.taps
     patches = geometry.groups * size * positions(shape, geometry)
-    symmetry = 0.65 if geometry.groups == 1 and size > PANEL else 1.0
-    im2col = Cost(patches * (symmetry * size / PRODUCT + 1 / COPY), "im2col")
+    symmetry = 0.65 if geometry.groups == 1 and 0 < tuning.panel < size else 1.0
+    products = symmetry * size / tuning.product
+    im2col = Cost(patches * (products + 1 / tuning.copy), "im2col")
+    if not tuning.convolution:
+        return im2col
     if not geometry.unstrided:
         # Phases multiply the channels while im2col shrinks with the strides: they pay
         # only for the wide kernels on few channels that open a network.
         few = shape[1] <= 4 and min(geometry.kernel) >= 5
         return Cost(0.0) if few else im2col
-    spread = CALLS + 10 * geometry.groups * size * size / COPY
-    time = spread + cheapest_correlation(shape, geometry).time
+    spread = CALLS + 10 * geometry.groups * size * size / tuning.copy
+    time = spread + cheapest_correlation(shape, geometry, tuning).time
     for strip in border_strips(shape, geometry):
         part = list(shape)
         part[2 + strip.dim] = strip.length
-        time += cheapest(tuple(part), strip.geometry).time
+        time += cheapest(tuple(part), strip.geometry, tuning).time
     return min(im2col, Cost(time))
 
 
 @lru_cache(maxsize=1024)
-def cheapest_correlation(shape: tuple[int, ...], geometry: ConvGeometry) -> Cost:
+def cheapest_correlation(
+    shape: tuple[int, ...], geometry: ConvGeometry, tuning: Tuning
+) -> Cost:
     """The cheapest way to the autocorrelation of an input of this shape."""
     group = shape[1] // geometry.groups
     slow = 2.5 if max(geometry.dilation) > 1 else 1.0
     width = 8 * math.ceil(group / 8)
     pixels = math.prod(shape) // shape[1] * geometry.groups
     offsets = math.prod(map(len, geometry.offsets))
-    costs = [Cost(pixels * width * width * offsets * slow / CONVOLUTION)]
+    rate = tuning.convolution or tuning.product
+    costs = [Cost(pixels * width * width * offsets * slow / rate)]
     if geometry.groups == 1:
         ways = {geometry.dims, geometry.dims - 1} - {0}
-        costs += [_spectral_cost(shape, geometry, spectral) for spectral in ways]
+        costs += [_spectral_cost(shape, geometry, each, tuning) for each in ways]
     return min(costs)
 
 
 def _spectral_cost(
-    shape: tuple[int, ...], geometry: ConvGeometry, spectral: int
+    shape: tuple[int, ...], geometry: ConvGeometry, spectral: int, tuning: Tuning
 ) -> Cost:
     first = geometry.dims - spectral
     lengths = [n + r for n, r in zip(shape[2:], geometry.reach, strict=True)]
@@ -85,6 +87,7 @@ def _spectral_cost(
     offsets = math.prod(map(len, geometry.offsets)) / shifts
     products = 2 * count * pixels * shape[1] * rows + results * (rows + offsets / 2)
     # Products too large for the cache cost far more than the arithmetic in them.
-    weight = 2 if 4 * results <= 4 * BLOCK_BYTES else 12
+    weight = 2 if 4 * results <= 4 * tuning.block_bytes else 12
     copies = (2 * count + pixels) * shape[1] * rows + weight * results
-    return Cost(products / PRODUCT + copies / COPY, spectral=spectral)
+    time = products / tuning.product + copies / tuning.copy
+    return Cost(time, spectral=spectral)

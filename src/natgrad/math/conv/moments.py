@@ -30,7 +30,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from natgrad.math import products
 from natgrad.math.conv.correlation import correlate_images, correlate_spectra, spread
 from natgrad.math.conv.cost import cheapest, cheapest_correlation
 from natgrad.math.conv.geometry import (
@@ -44,18 +43,23 @@ from natgrad.math.conv.geometry import (
 from natgrad.math.parts import stacked
 from natgrad.math.products import (
     add_product,
+    as_operand,
     blocks,
     channels_first,
     completed,
     sum_dtype,
 )
 from natgrad.math.statistics import append_ones
+from natgrad.math.tuning import CPU, Tuning, tuning_of
 
 METHODS = ("auto", "pointwise", "im2col", "autocorrelation")
 
 
 def conv_input_moment(
-    x: Tensor, geometry: ConvGeometry, method: str = "auto"
+    x: Tensor,
+    geometry: ConvGeometry,
+    method: str = "auto",
+    tuning: Tuning | None = None,
 ) -> Tensor:
     """Sum over examples and positions of patch patch^T: (groups, n, n).
 
@@ -63,14 +67,16 @@ def conv_input_moment(
     as ``weight.flatten(2)``: channel, then kernel offsets; with a bias the last row
     and column hold the sum of the patches, and N * T in the corner. Sums are float32
     (float64 for a float64 input). ``method`` is "auto", "pointwise" (1x1 kernels
-    without padding), "im2col", or "autocorrelation"; all are exact.
+    without padding), "im2col", or "autocorrelation"; all are exact. ``tuning`` is that
+    of the device unless given.
     """
     _check_input(x, geometry, method)
     if geometry.padding_mode != "zeros":
         x, geometry = pad_explicitly(x, geometry)
+    tuning = tuning or tuning_of(x)
     if method == "auto":
-        method = choose_method(x.shape, geometry, tuned=products.on_cpu(x))
-    moment = _MOMENTS[method](x, geometry).flatten(3).flatten(1, 2)
+        method = choose_method(x.shape, geometry, tuning)
+    moment = _MOMENTS[method](x, geometry, tuning).flatten(3).flatten(1, 2)
     if not geometry.bias:
         return moment
     return append_ones(moment, _patch_sums(x, geometry), positions(x.shape, geometry))
@@ -121,18 +127,13 @@ def conv_output_parts(g: Tensor, groups: int, size: int) -> Tensor:
 
 
 def choose_method(
-    x_shape: Sequence[int], geometry: ConvGeometry, *, tuned: bool = True
+    x_shape: Sequence[int], geometry: ConvGeometry, tuning: Tuning = CPU
 ) -> str:
-    """The fastest method, from shapes alone, so that every rank chooses the same.
-
-    The rates it goes by are those of CPUs; where they are not ``tuned``, im2col.
-    """
-    if not tuned:
-        return "pointwise" if is_pointwise(geometry) else "im2col"
-    return cheapest(tuple(x_shape), geometry).method
+    """The fastest method, from shapes alone, so that every rank chooses the same."""
+    return cheapest(tuple(x_shape), geometry, tuning).method
 
 
-def _pointwise(x: Tensor, geometry: ConvGeometry) -> Tensor:
+def _pointwise(x: Tensor, geometry: ConvGeometry, _: Tuning) -> Tensor:
     if not is_pointwise(geometry):
         raise ValueError(f"Invalid method='pointwise' for {geometry}.")
     steps = (slice(None, None, s) for s in geometry.stride)
@@ -140,24 +141,26 @@ def _pointwise(x: Tensor, geometry: ConvGeometry) -> Tensor:
     return moment[:, :, None, :, None]
 
 
-def _im2col(x: Tensor, geometry: ConvGeometry) -> Tensor:
+def _im2col(x: Tensor, geometry: ConvGeometry, tuning: Tuning) -> Tensor:
     """Moment (g, C / g, taps, C / g, taps) from patches made block by block."""
     channels = x.shape[1] // geometry.groups
     size = channels * geometry.taps
     total = x.new_zeros(geometry.groups, size, size, dtype=sum_dtype(x))
-    for patches in _patch_blocks(x, geometry):
-        add_product(total, patches.reshape(geometry.groups, size, -1))
+    for patches in _patch_blocks(x, geometry, tuning):
+        add_product(total, patches.reshape(geometry.groups, size, -1), tuning)
     total = completed(total)
     return total.view(geometry.groups, *(channels, geometry.taps) * 2)
 
 
-def _patch_blocks(x: Tensor, geometry: ConvGeometry) -> Iterator[Tensor]:
+def _patch_blocks(
+    x: Tensor, geometry: ConvGeometry, tuning: Tuning
+) -> Iterator[Tensor]:
     """Views (C, *kernel, N, *outputs) of all patches, a bounded number at a time."""
     outputs = geometry.outputs(x.shape[2:])
     line = x.shape[1] * geometry.taps * math.prod(outputs[1:])
-    lines = max(1, products.block_bytes(x) // (line * sum_dtype(x).itemsize))
+    lines = max(1, tuning.block_bytes // (line * sum_dtype(x).itemsize))
     for block in torch.split(x, max(1, lines // outputs[0])):
-        views = windows(pad(block.to(sum_dtype(x)), geometry.padding), geometry)
+        views = windows(pad(as_operand(block), geometry.padding), geometry)
         for part in torch.split(views, lines, dim=2 + geometry.dims):
             yield part.movedim(0, 1 + geometry.dims)
 
@@ -175,29 +178,30 @@ def windows(padded: Tensor, geometry: ConvGeometry) -> Tensor:
     return views[(..., *taken)].permute(0, 1, *last, *dims)
 
 
-def _autocorrelation(x: Tensor, geometry: ConvGeometry) -> Tensor:
+def _autocorrelation(x: Tensor, geometry: ConvGeometry, tuning: Tuning) -> Tensor:
     """See Note [Autocorrelation], and for strides Note [Phases]."""
     if not geometry.unstrided:
-        return _phased(x, geometry)
-    spectral = cheapest_correlation(tuple(x.shape), geometry).spectral
+        return _phased(x, geometry, tuning)
+    spectral = cheapest_correlation(tuple(x.shape), geometry, tuning).spectral
     correlate = correlate_spectra if spectral else correlate_images
     moment = spread(correlate(x, geometry, spectral), geometry)
     inner = (slice(None),)
     for strip in border_strips(tuple(x.shape), geometry):
         view = moment[inner * 2 + strip.taps + inner + strip.taps]
         part = x.narrow(2 + strip.dim, strip.start, strip.length)
-        method = _MOMENTS[choose_method(part.shape, strip.geometry)]
-        view.sub_(method(part, strip.geometry).view(view.shape))
+        method = _MOMENTS[choose_method(part.shape, strip.geometry, tuning)]
+        view.sub_(method(part, strip.geometry, tuning).view(view.shape))
     return moment.view(*moment.shape[:2], geometry.taps, -1, geometry.taps)
 
 
-def _phased(x: Tensor, geometry: ConvGeometry) -> Tensor:
+def _phased(x: Tensor, geometry: ConvGeometry, tuning: Tuning) -> Tensor:
     """Moment of a strided convolution: see Note [Phases]."""
     reads = _reads(geometry)
     phases = [sorted({phase for _, phase in dim}) for dim in reads]
     kernel = tuple(1 + max(place for place, _ in dim) for dim in reads)
     images = _phase_images(x, geometry, kernel, phases)
-    moment = _autocorrelation(images.flatten(1, 2), geometry.compact(kernel))
+    compact = geometry.compact(kernel)
+    moment = _autocorrelation(images.flatten(1, 2), compact, tuning)
     shape = (*(len(dim) for dim in phases), *kernel)
     cells = torch.arange(math.prod(shape)).view(shape)
     places = [

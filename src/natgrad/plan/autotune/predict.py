@@ -17,6 +17,7 @@ from natgrad.plan.loads import loads_of
 from natgrad.plan.messages import AGREE, BUCKET_BYTES, CONTROL, Message, Wiring
 from natgrad.plan.plan import Plan
 from natgrad.plan.sequence import Departure, Leg, departures
+from natgrad.plan.shards import Crate, make_crates
 from natgrad.plan.spec import FLOAT_BYTES
 
 Weights = Mapping[str, float]
@@ -121,11 +122,27 @@ def message_seconds(
     ranks = message.ranks
     if message.exchange in (CONTROL, AGREE):
         return profile.small(len(ranks))
+    if message.kind == "all_to_all":
+        near, far = _ends(message, profile.nodes(len(ranks))[0])
+        each = share * message.element_bytes
+        return profile.swap(each * near, each * far, len(ranks))
     size, stride = share * (message.bytes + message.padding), ranks[1] - ranks[0]
     one = profile.move(size, len(ranks))
     if stride > 1:
         one = profile.move_strided(size, len(ranks), stride)
     return 2 * one if message.kind == "all_reduce" else one
+
+
+def _ends(message: Message, inside: int) -> tuple[int, int]:
+    """Elements at the busiest rank from or to its node, at the busiest node from or to
+    others."""
+    near, far = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for (source, start, stop), to in zip(message.parts, message.to, strict=True):
+        same = source // inside == to // inside
+        for way, rank in (("out", source), ("in", to)):
+            busy, place = (near, rank) if same else (far, rank // inside)
+            busy[way, place] += stop - start
+    return max(near.values(), default=0), max(far.values(), default=0)
 
 
 def is_measured(profile: HardwareProfile, world: int) -> bool:
@@ -145,24 +162,31 @@ def _measured(
     """
     names = [item.name for item, _ in sizes]
     limit = bucket_limit(exchange, names, BUCKET_BYTES // element_bytes)
-    first, second = make_buckets(exchange, names, limit)
+    if exchange.swaps:
+        most = BUCKET_BYTES // element_bytes
+        buckets: Sequence[Bucket | Crate] = make_crates(exchange, names, most)
+    else:
+        first, second = make_buckets(exchange, names, limit)
+        buckets = first + second
     size = {item.name: size for item, size in sizes}
     busy = [0.0] * exchange.world
-    for bucket in first + second:
+    for bucket in buckets:
         if len(bucket.ranks) > 1:
             seconds = _bucket_seconds(bucket, size, profile, exchange.world)
             for rank in bucket.ranks:
                 busy[rank] += seconds
-    kinds = {bucket.kind for bucket in first}
+    kinds = {bucket.kind for bucket in buckets}
     begin = [nearest(profile, kind, exchange.world).begin for kind in kinds]
     return max(begin, default=0.0) + max(busy)
 
 
 def _bucket_seconds(
-    bucket: Bucket, size: Weights, profile: HardwareProfile, world: int
+    bucket: Bucket | Crate, size: Weights, profile: HardwareProfile, world: int
 ) -> float:
     ranks, items = len(bucket.ranks), len(bucket.parcels)
-    calls = 1 if bucket.kind == "all_reduce" else len(bucket.segments)
+    calls = 1
+    if isinstance(bucket, Bucket) and bucket.kind != "all_reduce":
+        calls = len(bucket.segments)
     moved = sum(size[parcel.name] for parcel in bucket.parcels)
     # Other groups use the same cores meanwhile.
     crowd = profile.slowdown(world) / profile.slowdown(ranks)
@@ -172,6 +196,8 @@ def _bucket_seconds(
 def nearest(profile: HardwareProfile, kind: str, ranks: int) -> Collective:
     """What was measured of this kind between the nearest number of ranks."""
     found = [c for c in profile.collectives if c.kind == kind]
+    if not found and kind == "all_to_all":  # of a profile made before these were
+        return nearest(profile, "gather", ranks)
     if not found:
         return Collective(kind=kind, ranks=ranks)
     return min(found, key=lambda c: (abs(c.ranks - ranks), c.ranks))

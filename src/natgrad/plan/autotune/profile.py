@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from natgrad.math.tuning import Tuning
 from natgrad.plan.cost import CostModel, Rates, rate_at
 from natgrad.plan.messages import WAYS, Way
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 ALGORITHMS = ("ring", "tree")
-COLLECTIVES = ("reduce", "all_reduce", "gather", "agree")
+COLLECTIVES = ("reduce", "all_reduce", "gather", "all_to_all", "agree")
 
 
 def _require(owner: str, *, above: float | None = None, **values: float) -> None:
@@ -99,8 +100,9 @@ class Collective:
 
     An exchange takes ``begin``, and ``call`` more for each collective in it, ``item``
     for each tensor and ``byte`` for each byte of its buckets. ``kind`` is "reduce"
-    (sums to one rank each), "all_reduce", "gather" (from one rank each) or "agree" (a
-    small sum that all ranks wait for: ``begin`` alone).
+    (sums to one rank each), "all_reduce", "gather" (from one rank each), "all_to_all"
+    (the pieces of a sharded model) or "agree" (a small sum that all ranks wait for:
+    ``begin`` alone).
     """
 
     kind: str
@@ -152,6 +154,8 @@ class HardwareProfile:
             same cores do both.
         collectives: Measured exchanges between ranks of one node.
         models: Seconds of whole models by name; used in place of flops.
+        tuning: Where one way of computing overtakes another on this machine's devices;
+            None: as built in.
     """
 
     name: str
@@ -178,6 +182,7 @@ class HardwareProfile:
     overlap: float = 1.0
     collectives: tuple[Collective, ...] = ()
     models: Mapping[str, ModelTimes] = field(default_factory=dict[str, ModelTimes])
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         numbers = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -283,6 +288,17 @@ class HardwareProfile:
         if nodes == 1:
             return self._pass(self.inside, size, ranks, 1)
         return self._pass(self.between, size * copies, ranks, 1)
+
+    def swap(self, near: float, far: float, ranks: int) -> float:
+        """Seconds of an all-to-all over neighbours.
+
+        The busiest rank sends, or gets, ``near`` bytes inside of its node, and the
+        busiest node ``far`` bytes from or to others.
+        """
+        inside, nodes = self.nodes(ranks)
+        latency = (inside - 1) * self.inside.latency
+        latency += (nodes - 1) * self.between.latency
+        return near / self.inside.bandwidth + far / self.between.bandwidth + latency
 
     def small(self, ranks: int) -> float:
         """Seconds of a sum of a few numbers over neighbours, up a tree and down."""

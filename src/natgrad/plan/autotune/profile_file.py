@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
+from natgrad.math.tuning import VARIABLE, Tuning, default_path
 from natgrad.plan.autotune.profile import (
     Collective,
     Curve,
@@ -15,20 +16,6 @@ from natgrad.plan.autotune.profile import (
     Link,
     ModelTimes,
 )
-
-VARIABLE = "NATGRAD_PROFILE"
-"""The environment variable that names a profile's file."""
-
-
-def default_path() -> Path:
-    """Where ``natgrad calibrate`` writes and ``strategy="auto"`` looks.
-
-    ``natgrad/profile.toml`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``.
-    """
-    folder = os.environ.get("XDG_CACHE_HOME")
-    return (Path(folder) if folder else Path.home() / ".cache") / (
-        "natgrad/profile.toml"
-    )
 
 
 def find_calibrated() -> tuple[HardwareProfile, str] | None:
@@ -60,6 +47,7 @@ def profile_from_dict(data: Mapping[str, Any]) -> HardwareProfile:
     if unknown := sorted(set(given) - legal):
         raise ValueError(f"Unknown in profile: {unknown}. Must be in {sorted(legal)}.")
     makes = {"eigen": Curve, "cholesky": Curve, "inside": Link, "between": Link}
+    makes |= {"tuning": Tuning}
     for key, make in makes.items():
         if key in given:
             given[key] = make(**given[key])
@@ -84,7 +72,7 @@ def save_profile(profile: HardwareProfile, path: Path | str) -> None:
         elif each.name == "collectives":
             for one in value:
                 tables += ["", "[[collectives]]", *_lines(one)]
-        elif isinstance(value, Curve | Link):
+        elif isinstance(value, Curve | Link | Tuning):
             tables += ["", f"[{each.name}]", *_lines(value)]
         elif value is not None:
             plain.append(f"{each.name} = {_literal(value)}")
@@ -92,7 +80,7 @@ def save_profile(profile: HardwareProfile, path: Path | str) -> None:
     Path(path).write_text("\n".join([*plain, *tables, ""]), encoding="utf-8")
 
 
-def _lines(value: Curve | Link | ModelTimes | Collective) -> list[str]:
+def _lines(value: Curve | Link | ModelTimes | Collective | Tuning) -> list[str]:
     names = [each.name for each in fields(value)]
     return [f"{name} = {_literal(getattr(value, name))}" for name in names]
 
