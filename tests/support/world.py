@@ -25,7 +25,9 @@ CHECKED = os.environ.get("TESTS_CHECK_COLLECTIVES", "") == "1"
 
 As with TORCH_DISTRIBUTED_DEBUG=DETAIL, which would crash DDP in all processes that
 tests start: see `plain_group`. Ranks are then held in a barrier that nothing ends
-before the timeout, so worlds that lose a rank go without.
+before the timeout, so worlds that lose a rank go without. So do those in which a rank
+starts an exchange of natgrad before a collective of torch's, and another after it: by
+node beside DDP, and under tensor parallelism, where peers estimate in turn.
 """
 
 _context = get_context("forkserver")

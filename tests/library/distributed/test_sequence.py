@@ -119,8 +119,7 @@ def every_strategy(rank: int, hosts: int, collectives: str) -> None:
 def test_what_runs_is_what_was_planned_call_by_call_and_byte_by_byte(
     world: int, hosts: int, collectives: str
 ) -> None:
-    # A later stage between nodes starts when the one before is complete: on some ranks
-    # before, on others after an all-reduce of DDP, which torch's barriers do not allow.
+    # a later stage between nodes starts when the one before is complete
     run_world(world, every_strategy, hosts, collectives, checked=not hosts)
 
 
