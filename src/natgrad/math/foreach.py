@@ -21,6 +21,11 @@ def scaled(xs: Sequence[Tensor], factor: float) -> list[Tensor]:
     return list(torch._foreach_mul(list(xs), factor))
 
 
+def scaled_each(xs: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor]:
+    """``factor x``, each with its own."""
+    return list(torch._foreach_mul(list(xs), list(factors)))
+
+
 def divided(xs: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
     """``x / number``, each by its own."""
     return list(torch._foreach_div(list(xs), list(numbers)))

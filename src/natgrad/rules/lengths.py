@@ -285,14 +285,14 @@ class KLClip(Length):
         zero, growth = sight.like.new_zeros(()), sight.growth(updates)
         layers = [n for n, block in sight.blocks.items() if block.kind is not None]
         products = [
-            torch.dot(updates[name].flatten(), sight.directions[name].flatten()).abs()
+            torch.dot(updates[name].flatten(), sight.directions[name].flatten())
             if name in sight.first
             else zero
             for name in layers
         ]
         growths = [growth.get(name, zero) for name in layers]
-        known = sight.total(stacked([*products, *growths], sight.like))
-        total = (known[: len(layers)] * known[len(layers) :].exp()).sum()
+        sizes, grown = sight.total(stacked([*products, *growths], sight.like)).chunk(2)
+        total = (sizes.abs() * grown.exp()).sum()
         return kl_scale(total, self.kappa, sight.lr if self.lr is None else self.lr)
 
 
@@ -336,7 +336,7 @@ class LayerTrust(Length):
         chosen = [updates[name] for name in names]
         gradients = [sight.gradients[name] for name in names]
         sizes, peaks, strengths, lengths = self._seen(chosen, gradients, names, sight)
-        counts = _vector(tuple(rows[n] for n in names), sizes.dtype, sizes.device)
+        counts = vector(tuple(rows[n] for n in names), sizes.dtype, sizes.device)
         norms, shares = self._norms(chosen, names, sight)
         ratios = trust_ratio(norms, sizes, counts * shares)
         if self.memory is not None:
@@ -389,11 +389,11 @@ class LayerTrust(Length):
         assert self.memory is not None
         usual = sight.references.usual(names, sizes, self.memory)
         noise = tuple(sight.noise.get(name, 1.0) for name in names)
-        return fading(lengths, usual, _vector(noise, usual.dtype, usual.device))
+        return fading(lengths, usual, vector(noise, usual.dtype, usual.device))
 
 
 @lru_cache(maxsize=64)
-def _vector(
+def vector(
     values: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Kept: to copy numbers to a GPU is to wait for it."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from natgrad.math import foreach
 from natgrad.requiring import require_choice
-from natgrad.rules.lengths import Length, Sight
+from natgrad.rules.lengths import Length, Sight, stacked, vector
 
 Adjust = Literal["original", "match_rms_adamw"]
 
@@ -38,14 +38,18 @@ class MuonLength(Length):
         if not names:
             return updates
         chosen = [updates[name] for name in names]
-        factors = [sight.like.new_tensor(self._factor(u)) for u in chosen]
-        if self.normalise:
-            sizes = foreach.norms(chosen)
-            factors = [
-                torch.where(size > 0, (math.sqrt(len(u) * min(u.shape[1:])) * f), 0.0)
-                / torch.where(size > 0, size, 1.0)
-                for u, f, size in zip(chosen, factors, sizes, strict=True)
-            ]
+        numbers = [self._factor(u) for u in chosen]
+        if not self.normalise:
+            scaled = foreach.scaled_each(chosen, numbers)
+            return updates | dict(zip(names, scaled, strict=True))
+        sizes = stacked(foreach.norms(chosen), sight.like)
+        wanted = [
+            math.sqrt(len(u) * min(u.shape[1:])) * x
+            for u, x in zip(chosen, numbers, strict=True)
+        ]
+        lengths = vector(tuple(wanted), sizes.dtype, sizes.device)
+        factors = torch.where(sizes > 0, lengths / sizes, 0.0)
+        factors = [f.to(u) for f, u in zip(factors.unbind(), chosen, strict=True)]
         scaled = foreach.multiplied(chosen, factors)
         return updates | dict(zip(names, scaled, strict=True))
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import natgrad
 from natgrad import KFAC, SPNGD, Adaptive, Every, Polar
-from natgrad.math.polar import LEAST, STEPS, quintics
+from natgrad.math.polar import FEW_LEAST, FEW_STEPS, quintics
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -98,7 +98,7 @@ def reads_of(make: Make, layers: int, monkeypatch: pytest.MonkeyPatch) -> list[i
 def test_reads_do_not_grow_with_the_layers(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quintics(LEAST, STEPS)  # found once in a process, on the host
+    quintics(FEW_LEAST, FEW_STEPS)  # found once in a process, on the host
     make, bound = RULES[rule]
     few = reads_of(make, 2, monkeypatch)
     many = reads_of(make, 7, monkeypatch)
@@ -107,7 +107,7 @@ def test_reads_do_not_grow_with_the_layers(
 
 
 def test_a_step_without_refresh_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    quintics(LEAST, STEPS)
+    quintics(FEW_LEAST, FEW_STEPS)
     makes = (
         kfac(refresh=EVERY),
         lambda model: SPNGD(model, lr=0.01, refresh=EVERY),
@@ -146,9 +146,9 @@ def convolutions() -> nn.Sequential:
 
 # Of a step that refreshes nothing, beyond those of torch.optim.SGD.
 OPERATIONS: dict[str, tuple[Make, int]] = {
-    "kfac": (kfac(refresh=Every(statistics=9, inverses=9), norm="skip"), 260),
-    "polar": (lambda model: Polar(model, lr=0.01, refresh=EVERY), 400),
-    "muon": (lambda model: natgrad.Muon(model, lr=0.01), 400),
+    "kfac": (kfac(refresh=Every(statistics=9, inverses=9), norm="skip"), 241),
+    "polar": (lambda model: Polar(model, lr=0.01, refresh=EVERY), 388),
+    "muon": (lambda model: natgrad.Muon(model, lr=0.01), 281),
 }
 
 
