@@ -66,8 +66,9 @@ class Preconditioner:
         """What the blocks of a group have in common."""
         if isinstance(block.rule, Plain) or block.spec.elements > TOGETHER_UP_TO:
             return block.name
+        states = self.statistics.states
         sides = [
-            (s.kind, s.size, s.diagonal, self.statistics.states[s.name].inverse is None)
+            (s.kind, s.stack, s.size, s.diagonal, states[s.name].inverse is None)
             for s in block.spec.statistics
         ]
         # All workers of a block have the same group: rounding may depend on it.
