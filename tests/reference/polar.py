@@ -6,6 +6,8 @@ Nesterov's look-ahead, A the second moment of its inputs and a A's mean eigenval
     W W^T = (A + damping a I)^-1
     U     = polar(V W) W^T
     w    <- w - lr f |w0| U / |U|        w0 is the weight that training began with
+
+A layer that a normalisation follows is then brought back to ``|w0|``.
 """
 
 import math
@@ -81,10 +83,12 @@ class Polar:
         rate: float = 0.2,
         beta2: float = 0.999,
         memory: float = 0.999,
+        normalised: Sequence[str] = (),
     ) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.damping, self.decay, self.every = damping, decay, every
         self.rate, self.beta2, self.memory = rate, beta2, memory
+        self.normalised = normalised
         self.layers, self.rest = watch(model)
         self.states = {n: State(start(x)) for n, x in self.layers.items()}
         self.adams = {name: Adam() for name in self.rest}
@@ -100,9 +104,13 @@ class Polar:
             v = state.mean.add(gradient, self.momentum)
             u = polar(v @ state.root, FEW) @ state.root.T
             u *= self.length(state, gradient, v) / u.norm()
-            layer.parameters[0].mul_(1 - self.lr * self.weight_decay)
+            fixed = name in self.normalised
+            layer.parameters[0].mul_(1 if fixed else 1 - self.lr * self.weight_decay)
             for p, x in layer.parts(u):
                 p -= self.lr * x
+            ratio = state.start / layer.matrix().norm() if fixed else 1.0
+            for p in layer.parameters:
+                p *= ratio
         for name, p in self.rest.items():
             assert p.grad is not None
             u = self.adams[name].update(p.grad, self.momentum, self.beta2)
