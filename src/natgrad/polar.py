@@ -47,7 +47,7 @@ class Polar(SPNGD):
 
     finds_rates: ClassVar[bool] = False
     defaults: ClassVar[Options] = Options(
-        rule=Orthogonal(sides="inputs", iteration="few"),
+        rule=Orthogonal(sides="inputs"),
         fallback=Adam(rate=0.2, beta2=0.999),
         length=LayerTrust(),
         average=AverageGradients(nesterov=True),

@@ -32,7 +32,7 @@ class State:
 
 
 # Each is the odd quintic that is nearest to 1 on the interval which the ones before it
-# have left of [1e-3, 1], or for Polar, which takes fewer, of [1e-2, 1].
+# have left of [1e-3, 1].
 BEST = (
     (8.386893124345951, -24.371310642828803, 17.726411655627892),
     (4.143011984362455, -3.018617766934752, 0.5526501809738612),
@@ -41,20 +41,15 @@ BEST = (
     (2.2849749755036135, -1.632360155995662, 0.40306608698130825),
     (1.8822789621966394, -1.2485297035731178, 0.3665558753113533),
 )
-FEW = (
-    (8.017167466238394, -22.94095453107735, 16.611259346561567),
-    (3.6119388227132414, -2.6520628985800627, 0.5123048632633849),
-    (2.660959239394912, -1.945127245880732, 0.4356863823324888),
-)
 
 
-def polar(x: Tensor, quintics: Sequence[tuple[float, float, float]] = BEST) -> Tensor:
+def polar(x: Tensor) -> Tensor:
     """``U V^T`` of ``x = U diag(sigma) V^T``, up to 2e-3 in the singular values."""
     if x.shape[0] > x.shape[1]:
-        return polar(x.T, quintics).T
+        return polar(x.T).T
     gram = x @ x.T
     y = x / (gram @ gram).norm() ** 0.25  # which bounds the largest singular value
-    for a, b, c in quintics:
+    for a, b, c in BEST:
         gram = y @ y.T
         y = a * y + (b * gram + c * gram @ gram) @ y
     return y
@@ -102,7 +97,7 @@ class Polar:
             if self.t % self.every == 0:
                 self.refresh(state, layer)
             v = state.mean.add(gradient, self.momentum)
-            u = polar(v @ state.root, FEW) @ state.root.T
+            u = polar(v @ state.root) @ state.root.T
             u *= self.length(state, gradient, v) / u.norm()
             fixed = name in self.normalised
             layer.parameters[0].mul_(1 if fixed else 1 - self.lr * self.weight_decay)

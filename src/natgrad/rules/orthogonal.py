@@ -45,7 +45,8 @@ class Orthogonal(Rule):
             eigenvalue, or ``"factored"``: lambda itself, split if there are two.
         iteration: ``"best"``: six quintics that leave singular values of three decades
             within 2e-3 of 1 (`natgrad.math.polar.polar`); ``"few"``: three that leave
-            those of two decades in [0.7, 1.3], which trains as well at half the cost;
+            those of two decades in [0.7, 1.3] at half the cost, and trains somewhat
+            worse;
             ``"muon"``: Muon's five, as published; or a tuple with the coefficients
             ``(a, b, c)`` of each quintic.
         beta2: NorMuon: rows of the polar factor are divided by the root of the running
