@@ -47,8 +47,7 @@ def polar(x: Tensor) -> Tensor:
     """``U V^T`` of ``x = U diag(sigma) V^T``, up to 2e-3 in the singular values."""
     if x.shape[0] > x.shape[1]:
         return polar(x.T).T
-    gram = x @ x.T
-    y = x / (gram @ gram).norm() ** 0.25  # which bounds the largest singular value
+    y = x / (x @ x.T).norm().sqrt()  # which bounds the largest singular value
     for a, b, c in BEST:
         gram = y @ y.T
         y = a * y + (b * gram + c * gram @ gram) @ y

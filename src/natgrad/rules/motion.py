@@ -266,7 +266,7 @@ class FixedNorm(Decay):
             return []
         starts = torch.stack([references.states[b.name].start for b in known])
         now = references.weight_norms(known, starts)
-        more = torch.where(now > 0, starts / now - 1, 0.0).unbind()
+        more = (starts / now - 1).nan_to_num_(0.0, 0.0, 0.0).unbind()
         named = [p for b in known for p in b.parameters]
         params = [local(p) for p in named]
         factors = [x for x, b in zip(more, known, strict=True) for _ in b.parameters]
