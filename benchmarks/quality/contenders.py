@@ -82,7 +82,12 @@ GRADIENTS = replace(
 )
 CONTENDERS: dict[str, Contender] = {
     # natgrad.Polar(model, lr), as it is
-    "polar": Contender(rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, vocabulary=0.1),
+    "polar": Contender(
+        rule=ACTIVATIONS,
+        lrs=RATES,
+        whole=natgrad.Polar.defaults,
+        vocabulary=natgrad.Polar.vocabulary.rate,
+    ),
     **{
         f"polar-vocabulary-{rate:g}": Contender(
             rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, vocabulary=rate

@@ -32,15 +32,14 @@ was cut. *Tuned* is the best of the rates that were tried, with the seed that ch
 single seeds is not a result. *Steps* is where the tuned run's own curve, looked at
 about twelve times, first reaches the tuned end of the best contender that is not ours.
 CPU seconds are of a busy machine. `polar` is `natgrad.Polar(model, lr)`, as it is, for
-all parameters; `whole-...` and `polar-...` are variants of it.
+all parameters, but that older rows have six iterations of the polar factor instead of
+three (`PROTOCOL.md` says which); `whole-...` has one group, `polar-...` another rule.
 """
 SAME = {
-    ("airbench", "whole-activations"): "polar",
-    ("autoencoder", "whole-activations"): "polar",
+    ("airbench", "polar-fixed-hidden"): "polar",
     ("language", "polar-vocabulary-0.1"): "polar",
 }
-"""Runs of `Polar` before it gave a vocabulary a group, on networks that have none, and
-those that found the rate for one."""
+"""Runs that decided on the groups of `Polar`, which makes the same ones now."""
 BY_BATCH = "airbench"
 TARGETS = (78.0, 80.0)
 """Accuracies, in percent, of which the steps by batch are told."""

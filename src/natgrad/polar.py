@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from natgrad.factors.refresh import Every, Paced
-from natgrad.layers.split import vocabulary_apart
+from natgrad.layers.split import groups_by_role
 from natgrad.options import Options
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.lengths import LayerTrust
@@ -34,17 +34,20 @@ class Polar(SPNGD):
 
         optimizer = natgrad.Polar(model)  # lr=0.03
 
-    Given no groups, a vocabulary is a group of its own: embeddings, and linear layers
-    with as many outputs as an embedding has rows, follow ``Polar.vocabulary``, Adam's
-    rule with a tenth of the learning rate. One group for all parameters
-    (``[{"params": model.named_parameters()}]``) has the rule above for them too.
+    Given no groups, it makes up to three (`print(optimizer)` shows them). Layers that a
+    batch, group or instance norm follows are brought back to the norm that they began
+    with after each step (`FixedNorm`): it has no other effect than to shorten later
+    steps. A vocabulary, embeddings and a last layer with as many outputs as an
+    embedding has rows, follows ``Polar.vocabulary``: Adam's rule with a tenth of the
+    learning rate. One group for all parameters
+    (``[{"params": model.named_parameters()}]``) has the rule above and no fixed norms.
 
     It is `SPNGD` with other options, ``Polar.defaults``, and takes the same arguments.
     """
 
     finds_rates: ClassVar[bool] = False
     defaults: ClassVar[Options] = Options(
-        rule=Orthogonal(sides="inputs", iteration="few"),
+        rule=Orthogonal(sides="inputs"),
         fallback=Adam(rate=0.2, beta2=0.999),
         length=LayerTrust(),
         average=AverageGradients(nesterov=True),
@@ -64,4 +67,4 @@ class Polar(SPNGD):
     """The rule of embeddings and of the head that they share their size with."""
 
     def _usual_groups(self, model: nn.Module, options: Options) -> list[dict[str, Any]]:
-        return vocabulary_apart(model, self.vocabulary)
+        return groups_by_role(model, self.vocabulary)

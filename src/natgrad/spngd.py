@@ -347,23 +347,22 @@ class SPNGD(Inspectable, Optimizer):
     def _by_group(
         self, tensors: dict[str, list[Tensor]]
     ) -> Iterator[tuple[dict[str, Any], Average, list[Tensor], list[Tensor]]]:
-        """Our parameters of the named blocks, and tensors for them, by group."""
+        """Our parameters of blocks, and tensors; those that move alike together."""
         group_of = self._group_of()
-        by_group: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        averages: dict[int, Average] = {}
+        found: dict[Any, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
         for name, its in tensors.items():
             block = self.engine.block[name]
             if block.is_foreign:
                 continue
+            average = self.engine.parts[name].average
             for p, x in zip(block.parameters, its, strict=True):
-                number = id(group_of[id(p)])
-                by_group.setdefault(number, []).append((p, x))
-                averages[number] = self.engine.parts[name].average
-        for group in self.param_groups:
-            pairs = by_group.get(id(group), [])
-            if pairs:
-                params, found = [p for p, _ in pairs], [x for _, x in pairs]
-                yield group, averages[id(group)], params, found
+                group = group_of[id(p)]
+                alike = group["lr"], group["momentum"], average
+                _, params, theirs = found.setdefault(alike, (group, [], []))
+                params.append(p)
+                theirs.append(x)
+        for (_, _, average), (group, params, theirs) in found.items():
+            yield group, average, params, theirs
 
     def gather(self) -> None:
         """Collective: put all statistics and momentum on every rank.

@@ -172,10 +172,10 @@ def test_statistics_of_the_references_find_intervals_of_their_own() -> None:
     assert len(intervals) > 1
 
 
-@pytest.mark.parametrize("net", [mlp, convnet])
-def test_polar(net: Net) -> None:
+@pytest.mark.parametrize(("net", "normalised"), [(mlp, "0"), (convnet, "2")])
+def test_polar(net: Net, normalised: str) -> None:
     def plain(model: nn.Module) -> Callable[[], None]:
-        return Polar(model, every=3).step
+        return Polar(model, every=3, normalised=[normalised]).step
 
     def ours(model: nn.Module) -> Callable[[], Any]:
         return natgrad.Polar(model, refresh=natgrad.Every(3, 3)).step

@@ -6,6 +6,8 @@ Nesterov's look-ahead, A the second moment of its inputs and a A's mean eigenval
     W W^T = (A + damping a I)^-1
     U     = polar(V W) W^T
     w    <- w - lr f |w0| U / |U|        w0 is the weight that training began with
+
+A layer that a normalisation follows is then brought back to ``|w0|``.
 """
 
 import math
@@ -30,7 +32,7 @@ class State:
 
 
 # Each is the odd quintic that is nearest to 1 on the interval which the ones before it
-# have left of [1e-3, 1], or for Polar, which takes fewer, of [1e-2, 1].
+# have left of [1e-3, 1].
 BEST = (
     (8.386893124345951, -24.371310642828803, 17.726411655627892),
     (4.143011984362455, -3.018617766934752, 0.5526501809738612),
@@ -39,20 +41,14 @@ BEST = (
     (2.2849749755036135, -1.632360155995662, 0.40306608698130825),
     (1.8822789621966394, -1.2485297035731178, 0.3665558753113533),
 )
-FEW = (
-    (8.017167466238394, -22.94095453107735, 16.611259346561567),
-    (3.6119388227132414, -2.6520628985800627, 0.5123048632633849),
-    (2.660959239394912, -1.945127245880732, 0.4356863823324888),
-)
 
 
-def polar(x: Tensor, quintics: Sequence[tuple[float, float, float]] = BEST) -> Tensor:
+def polar(x: Tensor) -> Tensor:
     """``U V^T`` of ``x = U diag(sigma) V^T``, up to 2e-3 in the singular values."""
     if x.shape[0] > x.shape[1]:
-        return polar(x.T, quintics).T
-    gram = x @ x.T
-    y = x / (gram @ gram).norm() ** 0.25  # which bounds the largest singular value
-    for a, b, c in quintics:
+        return polar(x.T).T
+    y = x / (x @ x.T).norm().sqrt()  # which bounds the largest singular value
+    for a, b, c in BEST:
         gram = y @ y.T
         y = a * y + (b * gram + c * gram @ gram) @ y
     return y
@@ -81,10 +77,12 @@ class Polar:
         rate: float = 0.2,
         beta2: float = 0.999,
         memory: float = 0.999,
+        normalised: Sequence[str] = (),
     ) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.damping, self.decay, self.every = damping, decay, every
         self.rate, self.beta2, self.memory = rate, beta2, memory
+        self.normalised = normalised
         self.layers, self.rest = watch(model)
         self.states = {n: State(start(x)) for n, x in self.layers.items()}
         self.adams = {name: Adam() for name in self.rest}
@@ -98,11 +96,15 @@ class Polar:
             if self.t % self.every == 0:
                 self.refresh(state, layer)
             v = state.mean.add(gradient, self.momentum)
-            u = polar(v @ state.root, FEW) @ state.root.T
+            u = polar(v @ state.root) @ state.root.T
             u *= self.length(state, gradient, v) / u.norm()
-            layer.parameters[0].mul_(1 - self.lr * self.weight_decay)
+            fixed = name in self.normalised
+            layer.parameters[0].mul_(1 if fixed else 1 - self.lr * self.weight_decay)
             for p, x in layer.parts(u):
                 p -= self.lr * x
+            ratio = state.start / layer.matrix().norm() if fixed else 1.0
+            for p in layer.parameters:
+                p *= ratio
         for name, p in self.rest.items():
             assert p.grad is not None
             u = self.adams[name].update(p.grad, self.momentum, self.beta2)

@@ -11,11 +11,12 @@ from natgrad.layers.table import kind_of
 from natgrad.layers.unwrap import unwrap
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.lengths import Free
-from natgrad.rules.motion import AverageGradients
+from natgrad.rules.motion import AverageGradients, FixedNorm
 from natgrad.rules.rule import Rule
 
 HIDDEN, CONVOLUTIONS, EMBEDDINGS = "hidden", "convolutions", "embeddings"
-HEAD, REST, VOCABULARY = "head", "rest", "vocabulary"
+HEAD, REST = "head", "rest"
+NORMALISED, VOCABULARY = "normalised", "vocabulary"
 NAMES = (HIDDEN, CONVOLUTIONS, EMBEDDINGS, HEAD, REST)
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -23,6 +24,10 @@ _CONVOLUTIONS = (
 )
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 Named = str | nn.Module | Collection[str | nn.Module]
 """Names of parameters or modules, or modules themselves: one, or several."""
@@ -130,25 +135,64 @@ def _require_found(groups: GroupList, matrices: Mapping[str, int]) -> None:
             )
 
 
-def vocabulary_apart(model: nn.Module, rule: Rule) -> GroupList:
-    """All parameters by the optimizer's rule, but a vocabulary by ``rule``.
+def groups_by_role(model: nn.Module, words: Rule) -> GroupList:
+    """All parameters by the optimizer's rule, in up to three groups.
 
-    A vocabulary is the embeddings, and the linear layers with as many outputs as an
-    embedding has rows. A model that has none, or no other linear layer or convolution,
-    has a single group.
+    Layers that a normalisation follows keep the norm that they began with: it has no
+    effect on what the network computes, but growing it shortens their steps. A
+    vocabulary (embeddings, and a last layer with as many outputs as an embedding has
+    rows) follows ``words``, unless the model has no other linear layer or convolution.
     """
-    tables = [m for m in model.modules() if isinstance(m, _EMBEDDINGS)]
-    sizes = {m.num_embeddings for m in tables}
-    layers = [m for m in model.modules() if isinstance(m, _LAYERS)]
-    heads = [m for m in layers if getattr(m, "out_features", None) in sizes]
-    own = {id(p) for m in (*tables, *heads) for p in m.parameters()}
-    if not own or all(id(m.weight) in own for m in layers):
-        return GroupList([{"params": list(model.named_parameters())}])
-    named: dict[bool, list[Any]] = {True: [], False: []}
+    vocabulary, normalised = _vocabulary(model), _normalised(model)
+    named: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, p in model.named_parameters():
-        named[id(p) in own].append((name, p))
-    words = {"name": VOCABULARY, "params": named[True], **_as_adam(rule)}
-    return GroupList([{"params": named[False]}, words])
+        normal = NORMALISED if id(p) in normalised else REST
+        role = VOCABULARY if id(p) in vocabulary else normal
+        named.setdefault(role, []).append((name, p))
+    parts = {
+        NORMALISED: {"name": NORMALISED, "decay": FixedNorm()},
+        VOCABULARY: {"name": VOCABULARY, **_as_adam(words)},
+    }
+    roles = (REST, NORMALISED, VOCABULARY)
+    return GroupList(
+        [{"params": named[r], **parts.get(r, {})} for r in roles if r in named]
+    )
+
+
+def _vocabulary(model: nn.Module) -> set[int]:
+    """Ids of the parameters of a vocabulary, if it is not all that has layers."""
+    tables = [m for m in model.modules() if isinstance(m, _EMBEDDINGS)]
+    layers = [m for m in model.modules() if isinstance(m, _LAYERS)]
+    # Of hidden layers some may have as many outputs as there are positions.
+    rows = {t.num_embeddings for t in tables}
+    heads = [m for m in layers[-1:] if _features(m) in rows]
+    own = {id(p) for m in (*tables, *heads) for p in m.parameters()}
+    return set() if all(id(m.weight) in own for m in layers) else own
+
+
+def _normalised(model: nn.Module) -> set[int]:
+    """Ids of the parameters of layers whose scale the next module takes out.
+
+    Such a layer is followed, in the order in which its parent has its modules, by a
+    batch, group or instance norm of as many features, before any other module that has
+    parameters. (A layer norm usually follows a sum, whose scale counts.)
+    """
+    found: set[int] = set()
+    for parent in model.modules():
+        last: nn.Module | None = None
+        for child in parent.children():
+            if isinstance(child, _NORMS) and _features(child) == _features(last):
+                assert last is not None
+                found |= {id(p) for p in last.parameters(recurse=False)}
+            if next(child.parameters(), None) is not None:
+                last = child if isinstance(child, _LAYERS) else None
+    return found
+
+
+def _features(module: nn.Module | None) -> int | None:
+    """The size that a norm takes, or that a linear layer or convolution gives."""
+    names = "num_features", "num_channels", "out_channels", "out_features"
+    return next((getattr(module, n) for n in names if hasattr(module, n)), None)
 
 
 def _as_adam(rule: Rule) -> dict[str, Any]:

@@ -18,8 +18,6 @@ from natgrad.math.products import symmetric_product
 
 STEPS = 6
 LEAST = 1e-3
-# Few enough for every step of a training, which cannot tell (docs/update_rules.md).
-FEW_STEPS, FEW_LEAST = 3, 1e-2
 # In bfloat16 what is smaller is rounding, which must not be raised to a direction: of a
 # matrix of rank one most of the rest would be it.
 HALF_STEPS, HALF_LEAST = 5, 1e-2
@@ -28,7 +26,7 @@ MARGIN = 1.01
 NEAR = 3e-3
 # The Gram form (`gram_is_cheaper`): from how many rows on it is worth more operations,
 # and below which singular value the Gram matrix is made again from Y half-way.
-GRAM_FROM = 32
+GRAM_FROM = 96
 RESTART_BELOW = 5e-3
 
 Quintic = tuple[float, float, float]
@@ -50,8 +48,8 @@ def polar(
 
     ``dtype`` is that of the products: of float32 on a GPU bfloat16 unless told, else
     the type of ``x``. Every singular value above ``least`` (a thousandth, in bfloat16 a
-    hundredth) of the bound on the largest, which is the eighth root of the sum of their
-    eighth powers, ends within 2e-3 of 1 in float32, unless fewer ``steps`` are asked
+    hundredth) of the bound on the largest, which is the fourth root of the sum of their
+    fourth powers, ends within 2e-3 of 1 in float32, unless fewer ``steps`` are asked
     for.
     """
     if x.shape[-2] > x.shape[-1]:
@@ -62,50 +60,43 @@ def polar(
     usual = (HALF_STEPS, HALF_LEAST) if half else (STEPS, LEAST)
     least = usual[1] if least is None else least
     chosen = quintics(least, steps or usual[0])
-    y, gram, square = _scaled(x, dtype)
-    _, b, c = chosen[0]
-    inner = square.mul_(c).add_(gram, alpha=b)
+    now, gram = _scaled(x, dtype)
     parts = 2 if least < RESTART_BELOW else 1
     rows, columns = x.shape[-2:]
     if not half and gram_is_cheaper(rows, columns, len(chosen), parts):
-        return _by_gram(y, gram, inner, chosen, parts).to(x.dtype)
-    now, other = y, torch.empty_like(y)
+        return _by_gram(now[0], gram, chosen, parts).to(x.dtype)
+    inner, spare = torch.empty_like(gram), torch.empty_like(now[0])
+    other = spare, spare.mT
     for i, (a, b, c) in enumerate(chosen):
         if i:
-            symmetric_product(now, now.mT, out=gram)
-            symmetric_product(gram, gram, gram, beta=b, alpha=c, out=inner)
-        torch.baddbmm(now, inner, now, beta=a, out=other)
+            symmetric_product(*now, out=gram)
+        symmetric_product(gram, gram, gram, beta=b, alpha=c, out=inner)
+        torch.baddbmm(now[0], inner, now[0], beta=a, out=other[0])
         now, other = other, now
-    return now.to(x.dtype)
+    return now[0].to(x.dtype)
 
 
-def _scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Y with singular values of at most 1, ``Y Y^T`` and the square of that."""
-    # Powers of what is very small or large would be zero or infinite.
+def _scaled(x: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Y with singular values of at most 1, beside ``Y^T``, and ``Y Y^T``."""
+    # Fourth powers of what is very small or large would be zero or infinite.
     peak = torch.linalg.vector_norm(x, math.inf, (-2, -1), keepdim=True)
     y = (x / peak.clamp_min(torch.finfo(x.dtype).tiny)).to(dtype)
-    gram = symmetric_product(y, y.mT)
-    # An entry of y is 1, so that this is at least 1, or x is zero.
-    norm = _norm(gram, x).clamp_min_(0.25)
-    gram = gram.div_(norm.to(dtype))
-    square = symmetric_product(gram, gram)
-    # The norm of a power of the Gram matrix bounds that power of the largest singular
-    # value, the higher the nearer; what is least is the mean of m equal ones.
-    fourth = _norm(square, x).clamp_min_(0.5 / gram.shape[-1])
-    bound = fourth.sqrt()
-    y, gram = y.mul_((norm * bound).rsqrt_().to(dtype)), gram.div_(bound.to(dtype))
-    return y, gram, square.div_(fourth.to(dtype))
-
-
-def _norm(x: Tensor, like: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=like.dtype)
+    now = y, y.mT
+    gram = symmetric_product(*now)
+    # The root of the Gram matrix' norm bounds the largest singular value, and is
+    # nearer to it than the norm of x. An entry is 1, so that it is at least 1, or x is
+    # zero.
+    bound = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True, dtype=x.dtype)
+    bound = bound.clamp_min_(0.25).to(dtype)
+    y.mul_(bound.rsqrt())
+    return now, gram.div_(bound)
 
 
 def gram_is_cheaper(rows: int, columns: int, steps: int, parts: int = 2) -> bool:
     """Whether `polar` iterates on ``Y Y^T`` alone for matrices of this shape.
 
     In FLOP, ``4 m^2 n + 2 m^3`` an iteration against ``8 m^3``, and products with Y in
-    each part; the first iteration of a part needs one product less, the last two. Not
+    each part; the last iteration of a part needs two products less. Not
     for small matrices, whose cost is the number of operations.
     """
     m, n = rows, columns
@@ -114,9 +105,7 @@ def gram_is_cheaper(rows: int, columns: int, steps: int, parts: int = 2) -> bool
     return m >= GRAM_FROM and gram < direct
 
 
-def _by_gram(
-    y: Tensor, gram: Tensor, inner: Tensor, chosen: Quintics, parts: int
-) -> Tensor:
+def _by_gram(y: Tensor, gram: Tensor, chosen: Quintics, parts: int) -> Tensor:
     """The iteration of `polar` on the Gram matrix, ``m x m``.
 
     All polynomials of ``Y Y^T`` commute, so ``p_k(..) .. p_1(Y Y^T) Y`` needs Y once.
@@ -128,21 +117,18 @@ def _by_gram(
         part = chosen[first : first + cut]
         if first:
             gram = symmetric_product(y, y.mT, out=gram)
-            _, b, c = part[0]
-            inner = symmetric_product(gram, gram, gram, beta=b, alpha=c)
-        y = torch.bmm(_product_of(part, gram, inner), y)
+        y = torch.bmm(_product_of(part, gram), y)
     return y
 
 
-def _product_of(chosen: Quintics, gram: Tensor, inner: Tensor) -> Tensor:
+def _product_of(chosen: Quintics, gram: Tensor) -> Tensor:
     """``q_k .. q_1`` with ``q_i = a + b X + c X^2`` of the X that iteration i sees.
 
-    ``gram`` is the first X, ``inner`` its ``b X + c X^2``.
+    ``gram`` is the first X.
     """
     product: Tensor | None = None
     for i, (a, b, c) in enumerate(chosen):
-        if i:
-            inner = symmetric_product(gram, gram, gram, beta=b, alpha=c)
+        inner = symmetric_product(gram, gram, gram, beta=b, alpha=c)
         if i + 1 < len(chosen):
             half = symmetric_product(inner, gram, gram, beta=a)
             gram = symmetric_product(half, inner, half, beta=a)

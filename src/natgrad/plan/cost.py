@@ -15,7 +15,7 @@ from itertools import pairwise
 from natgrad.plan.spec import BlockSpec, StatisticSpec
 
 INVERSES = ("eigen", "factored")
-POLAR_STEPS = 3
+POLAR_STEPS = 6
 """Iterations of `natgrad.math.polar`, as `natgrad.Polar` has them."""
 Rates = tuple[tuple[float, float], ...]
 """Sizes, ascending, with the seconds a floating-point operation of a product takes."""

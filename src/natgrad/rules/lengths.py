@@ -51,10 +51,7 @@ class Reference:
 
 
 class References:
-    """One `Reference` for each matrix.
-
-    See Note [A length that does not feed on itself].
-    """
+    """That of each matrix. See Note [A length that does not feed on itself]."""
 
     def __init__(self) -> None:
         self.states: dict[str, Reference] = {}
@@ -79,10 +76,9 @@ class References:
         """Note the norms of weights that are not known yet, in the first step all."""
         new = [b for b in blocks if b.name not in self.states and has_reference(b)]
         if new:
-            alone = norms_here(new, 0)
             usual = like.new_tensor([usual_norm(b) for b in new])
             norms = self.weight_norms(new, like)
-            some = self.whole(stacked(alone, like)) > 0
+            some = self.whole(stacked(norms_here(new, 0), like)) > 0
             starts = torch.where(some, norms, usual)
             for block, start in zip(new, starts.unbind(), strict=True):
                 self.states[block.name] = Reference(start=start)
@@ -181,12 +177,13 @@ def rows_of(block: "Block") -> int:
     return dims[0] if is_matrix and (block.is_asked or block.rule.adapts) else 0
 
 
+@torch.no_grad()
 def norms_here(blocks: "Sequence[Block]", number: int) -> list[Tensor]:
     """Of what this rank has of each block's first or second parameter.
 
     Their squares add up over ranks: what several have counts by its part.
     """
-    mine = [local(b.parameters[number]).detach() for b in blocks]
+    mine = [local(b.parameters[number]) for b in blocks]
     copies = [b.spec.cuts[number].copies if b.spec.cuts else 1 for b in blocks]
     norms = zip(foreach.norms(mine) if mine else (), copies, strict=True)
     return [x if n == 1 else x / math.sqrt(n) for x, n in norms]
@@ -194,10 +191,13 @@ def norms_here(blocks: "Sequence[Block]", number: int) -> list[Tensor]:
 
 def weight_norms(blocks: "Sequence[Block]", like: Tensor) -> Tensor:
     """Of what this rank has of each block's weight and bias together."""
+    weights = stacked(norms_here(blocks, 0), like)
+    if all(len(b.parameters) == 1 for b in blocks):
+        return weights
     found = iter(norms_here([b for b in blocks if len(b.parameters) > 1], 1))
     zero = like.new_zeros(())
     bias = [next(found) if len(b.parameters) > 1 else zero for b in blocks]
-    return torch.hypot(stacked(norms_here(blocks, 0), like), stacked(bias, like))
+    return torch.hypot(weights, stacked(bias, like))
 
 
 def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:

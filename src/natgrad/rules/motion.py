@@ -264,12 +264,12 @@ class FixedNorm(Decay):
         known = [b for b in blocks if b.name in references.states]
         if not known:
             return []
-        starts = [references.states[b.name].start for b in known]
-        now = references.weight_norms(known, starts[0])
-        ratios = torch.where(now > 0, torch.stack(starts) / now, 1.0).unbind()
-        params = [local(p).detach() for b in known for p in b.parameters]
-        factors = [r for r, b in zip(ratios, known, strict=True) for _ in b.parameters]
-        before = [p.clone() for p in params]
-        foreach.multiply_(params, factors)
+        starts = torch.stack([references.states[b.name].start for b in known])
+        now = references.weight_norms(known, starts)
+        more = (starts / now - 1).nan_to_num_(0.0, 0.0, 0.0).unbind()
         named = [p for b in known for p in b.parameters]
-        return list(zip(named, foreach.subtract(params, before), strict=True))
+        params = [local(p) for p in named]
+        factors = [x for x, b in zip(more, known, strict=True) for _ in b.parameters]
+        changes = foreach.multiplied(params, factors)
+        foreach.add_(params, changes)
+        return list(zip(named, changes, strict=True))

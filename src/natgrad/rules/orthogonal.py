@@ -6,21 +6,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from natgrad.math.polar import (
-    FEW_LEAST,
-    FEW_STEPS,
-    MUON,
-    Quintics,
-    newton_schulz,
-    polar,
-)
+from natgrad.math.polar import MUON, Quintics, newton_schulz, polar
 from natgrad.math.rules import between, whiten, whiten_back
 from natgrad.requiring import require_number
 from natgrad.rules.rule import Form, Matrices, Rule, Sides, Source, Style
 from natgrad.rules.rule import require_choices as require
 
 Whitening = Literal["half", "full"]
-Iteration = Literal["best", "few", "muon"] | Quintics
+Iteration = Literal["best", "muon"] | Quintics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +37,8 @@ class Orthogonal(Rule):
         style: how the damping lambda enters each factor: ``"relative"`` to its mean
             eigenvalue, or ``"factored"``: lambda itself, split if there are two.
         iteration: ``"best"``: six quintics that leave singular values of three decades
-            within 2e-3 of 1 (`natgrad.math.polar.polar`); ``"few"``: three that leave
-            those of two decades in [0.7, 1.3], which trains as well at half the cost;
-            ``"muon"``: Muon's five, as published; or a tuple with the coefficients
-            ``(a, b, c)`` of each quintic.
+            within 2e-3 of 1 (`natgrad.math.polar.polar`); ``"muon"``: Muon's five, as
+            published; or a tuple with the coefficients ``(a, b, c)`` of each quintic.
         beta2: NorMuon: rows of the polar factor are divided by the root of the running
             mean of their squares, with this decay, in [0, 1), and the result gets the
             norm that the polar factor had. None: they are not.
@@ -103,8 +94,6 @@ class Orthogonal(Rule):
     def _polar(self, v: Tensor) -> Tensor:
         if self.iteration == "best":
             return polar(v)
-        if self.iteration == "few":
-            return polar(v, FEW_STEPS, least=FEW_LEAST)
         return newton_schulz(v, MUON if self.iteration == "muon" else self.iteration)
 
     def _even_rows(self, p: Tensor, x: Matrices) -> Tensor:
@@ -119,11 +108,11 @@ class Orthogonal(Rule):
 
 
 def _require_iteration(given: Any) -> None:
-    if given in ("best", "few", "muon"):
+    if given in ("best", "muon"):
         return
     good = isinstance(given, tuple) and len(given) > 0  # pyright: ignore[reportUnknownArgumentType]
     if not good or not all(isinstance(q, tuple) and len(q) == 3 for q in given):
         raise ValueError(
-            f"Invalid iteration={given!r}. Must be 'best', 'few', 'muon', or a tuple "
-            "of coefficients (a, b, c), one for each iteration."
+            f"Invalid iteration={given!r}. Must be 'best', 'muon', or a tuple of "
+            "coefficients (a, b, c), one for each iteration."
         )

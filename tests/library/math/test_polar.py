@@ -6,8 +6,6 @@ from torch import Tensor
 
 from natgrad.math import polar as module
 from natgrad.math.polar import (
-    FEW_LEAST,
-    FEW_STEPS,
     LEAST,
     STEPS,
     gram_is_cheaper,
@@ -54,9 +52,7 @@ def test_the_gram_form_treats_singular_values_as_the_direct_one(
 
 
 @pytest.mark.parametrize("shape", [(40, 60), (128, 512), (400, 420)])
-@pytest.mark.parametrize(
-    ("steps", "least"), [(STEPS, LEAST), (FEW_STEPS, FEW_LEAST), (2, 0.1)]
-)
+@pytest.mark.parametrize(("steps", "least"), [(STEPS, LEAST), (3, 1e-2), (2, 0.1)])
 def test_singular_values_go_through_the_quintics(
     shape: tuple[int, int], steps: int, least: float
 ) -> None:
@@ -65,19 +61,11 @@ def test_singular_values_go_through_the_quintics(
     values = torch.logspace(0, -2, rows, dtype=torch.float64)
     x = with_singular_values(values, columns)
     u, s, v = torch.linalg.svd(x, full_matrices=False)
-    y = s / s.pow(8).sum().pow(1 / 8)
+    y = s / s.pow(4).sum().pow(1 / 4)
     for a, b, c in quintics(least, steps):
         y = a * y + b * y**3 + c * y**5
     found = polar(x, steps, least=least)
     torch.testing.assert_close(found, (u * y.unsqueeze(1)) @ v, rtol=0, atol=1e-9)
-
-
-def test_few_iterations_leave_two_decades_near_one() -> None:
-    values = torch.logspace(0, -2, 64, dtype=torch.float64)
-    x = with_singular_values(values / values.pow(8).sum().pow(1 / 8), 80)
-    found = torch.linalg.svdvals(polar(x, FEW_STEPS, least=FEW_LEAST))
-    assert float(found.min()) > 0.65
-    assert float(found.max()) < 1.3
 
 
 def test_small_and_square_matrices_are_iterated_directly() -> None:
@@ -94,7 +82,7 @@ def test_symmetric_and_triangular_products_are_the_products(size: int) -> None:
     square = 0.5 * x + 2.0 * x @ x
     found = symmetric_product(x, x, x, beta=0.5, alpha=2.0)
     torch.testing.assert_close(found, square, rtol=0, atol=1e-9)
-    root, v = x.triu(), torch.randn(2, 7, size, dtype=torch.float64)
+    root, v = x.triu(), torch.randn(2, size, size, dtype=torch.float64)
     for transposed in (False, True):
         want = v @ (root.mT if transposed else root)
         found = triangular_product(v, root, transposed=transposed)

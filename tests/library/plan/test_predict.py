@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from natgrad.math.polar import FEW_STEPS
+from natgrad.math.polar import STEPS
 from natgrad.plan import (
     BlockSpec,
     CostModel,
@@ -245,7 +245,7 @@ def test_a_choice_says_what_its_five_percent_are_of() -> None:
 
 
 def test_polar_pays_for_its_iterations() -> None:
-    assert POLAR_STEPS == FEW_STEPS
+    assert POLAR_STEPS == STEPS
     plain, polar = (CostModel(inverse="factored", scale=s) for s in RULES)
     one = block("b", 8, 16)
     steps = POLAR_STEPS * (4 * 8 * 8 * 16 + 2 * 8**3)

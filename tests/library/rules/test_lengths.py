@@ -163,7 +163,9 @@ def test_steps_shorten_as_gradients_vanish() -> None:
 def test_without_memory_and_with_the_norm_now_it_is_lars() -> None:
     model = mlp()
     length = LayerTrust(reference="now", memory=None)
-    optimizer = construct(Polar, model, lr=LR, length=length, weight_decay=0.0)
+    groups = [{"params": model.named_parameters()}]
+    options: Any = {"length": length, "weight_decay": 0.0}
+    optimizer = construct(Polar, model, groups, lr=LR, **options)
     layer: Any = model[0]
     for step in range(4):
         before = torch.cat([layer.weight, layer.bias[:, None]], 1).detach().clone()

@@ -572,9 +572,14 @@ def test_an_average_of_gradients_has_no_bias_whenever_it_begins(nesterov: bool) 
 # -- Polar -----------------------------------------------------------------------------
 
 
+def one(model: nn.Module) -> list[dict[str, Any]]:
+    """A group of all parameters, so that no norm is fixed."""
+    return [{"params": model.named_parameters()}]
+
+
 def test_polar_changes_every_layer_by_a_part_of_what_it_was_at_the_start() -> None:
     model = mlp()
-    optimizer = Polar(model, lr=0.02, refresh=FINE, weight_decay=0.0)
+    optimizer = Polar(model, one(model), lr=0.02, refresh=FINE, weight_decay=0.0)
     start = weights_of(model[0]).norm()
     for step in range(3):
         before = weights_of(model[0])
@@ -589,7 +594,8 @@ def test_polar_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         "natgrad.rules.orthogonal.polar", lambda x, *_, **__: polar(x, 12)
     )
     model, lr, decay = mlp(), 0.05, 0.1
-    optimizer = Polar(model, lr=lr, momentum=0.0, damping=0.5, weight_decay=decay)
+    rates: Any = {"lr": lr, "momentum": 0.0, "weight_decay": decay}
+    optimizer = Polar(model, one(model), damping=0.5, **rates)
     layer = model[0]
     before = weights_of(layer)
     backward(model, 0)
@@ -664,7 +670,7 @@ def test_one_optimizer_trains_a_network_of_every_kind() -> None:
     )
     x = torch.randint(0, 7, (64, 3))
     y = (x.sum(1) > 9).long()
-    optimizer = Polar(model, lr=0.05)
+    optimizer = Polar(model, one(model), lr=0.05)
     first = last = 0.0
     for step in range(40):
         optimizer.zero_grad()
