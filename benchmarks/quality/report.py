@@ -32,8 +32,7 @@ was cut. *Tuned* is the best of the rates that were tried, with the seed that ch
 single seeds is not a result. *Steps* is where the tuned run's own curve, looked at
 about twelve times, first reaches the tuned end of the best contender that is not ours.
 CPU seconds are of a busy machine. `polar` is `natgrad.Polar(model, lr)`, as it is, for
-all parameters, but that older rows have six iterations of the polar factor instead of
-three (`PROTOCOL.md` says which); `whole-...` has one group, `polar-...` another rule.
+all parameters; `whole-...` has one group for them, `polar-...` another rule.
 """
 SAME = {
     ("airbench", "polar-fixed-hidden"): "polar",

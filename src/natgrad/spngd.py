@@ -347,7 +347,7 @@ class SPNGD(Inspectable, Optimizer):
     def _by_group(
         self, tensors: dict[str, list[Tensor]]
     ) -> Iterator[tuple[dict[str, Any], Average, list[Tensor], list[Tensor]]]:
-        """Our parameters of blocks, and tensors; those that move alike together."""
+        """Our parameters of blocks, and tensors, by rate, momentum and average."""
         group_of = self._group_of()
         found: dict[Any, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
         for name, its in tensors.items():
@@ -357,8 +357,8 @@ class SPNGD(Inspectable, Optimizer):
             average = self.engine.parts[name].average
             for p, x in zip(block.parameters, its, strict=True):
                 group = group_of[id(p)]
-                alike = group["lr"], group["momentum"], average
-                _, params, theirs = found.setdefault(alike, (group, [], []))
+                key = group["lr"], group["momentum"], average
+                _, params, theirs = found.setdefault(key, (group, [], []))
                 params.append(p)
                 theirs.append(x)
         for (_, _, average), (group, params, theirs) in found.items():

@@ -68,8 +68,16 @@ LEGAL: dict[str, list[Any]] = {
     "strategy": ["factor_wise", "layer_wise", "spngd", "hybrid(0.5)", "auto"],
     "placement": [*PLACEMENTS, "measured"],
     "skip": [(), ("0",), ["1"], ("0", "1")],
+    "factor_precision": [None, torch.bfloat16, torch.float16],
+    "gather_inputs": [True, False],
+    "matrices": [None, 1],
 }
-ILLEGAL: dict[str, list[Any]] = {"skip": ["0", ("nowhere",), 3, None]}
+ILLEGAL: dict[str, list[Any]] = {
+    "skip": ["0", ("nowhere",), 3, None],
+    "factor_precision": [torch.float32, torch.int8, "half"],
+    "gather_inputs": [],
+    "matrices": [0, -1, 2.5, "3"],
+}
 SIDES = ["both", "inputs", "outputs"]
 SOURCE = (["activations", "gradients"], ["other", None])
 BASIS = (["exact", "tracked"], ["other", 1])
@@ -222,6 +230,8 @@ def conflicts(kind: str, options: dict[str, Any]) -> list[tuple[str, str]]:
         ("sharing", "loss"): (found["loss"], found["sharing"]) == ("tokens", "reduce"),
         ("basis", "style"): rule.get("basis") == "tracked" and not bases,
         ("length", "rule"): length["part"] == "KLClip" and not natural,
+        ("gather_inputs", "rule"): rule["part"] == "EKFAC"
+        and found["gather_inputs"] is False,
     }
     return [pair for pair, broken in rules.items() if broken]
 

@@ -19,7 +19,7 @@ import torch
 import natgrad.distributed.loads
 from natgrad.distributed import watchdog
 from natgrad_lab import cli
-from natgrad_lab.train import checkpoint, loop, snapshot, storage
+from natgrad_lab.train import checkpoint, loop, objective, snapshot, storage
 
 
 class Faults:
@@ -74,13 +74,13 @@ def install(faults: Faults) -> None:
         for where in ("data", "raise", "hang", "stop"):
             faults.at(where)
 
-    def forward(trainer: Any, outputs: torch.Tensor, labels: Any) -> None:
+    def forward(_: Any, outputs: torch.Tensor, labels: Any) -> None:
         faults.at("forward")
         if outputs.requires_grad:
             outputs.register_hook(lambda g: faults.at("backward"))
 
     patch(loop.Trainer, "_one_step", stepping)
-    patch(loop.Trainer, "_criterion", forward)
+    patch(objective.Classes, "loss", forward)
     patch(natgrad.distributed.loads.Load, "_close", lambda *_: faults.at("exchange"))
     patch(storage.Writer, "write_data", lambda *_: faults.at("save"))
     patch(storage.Writer, "finish", lambda *_: faults.at("commit"))

@@ -28,7 +28,7 @@ RUNS = [
     run("muon", 0.2, 2, [3.0, 2.0, 1.0]),
     run("muon", 0.2, 3, [3.0, 2.0, 2.0]),
     run("muon", 0.1, 2, [3.0, 2.0, 0.1]),
-    run("whole-activations", 0.3, 1, [2.0, 1.4, 1.2]),
+    run("polar", 0.3, 1, [2.0, 1.4, 1.2]),
 ]
 
 
@@ -89,7 +89,7 @@ def test_readme_takes_the_rate_with_most_seeds_but_not_the_one_that_chose_it() -
 
 def test_readme_marks_the_best_and_all_whose_ranges_overlap_with_it() -> None:
     records = final("muon", 0.2, 20.0, 30.0) + final("pmuon", 0.2, 26.0, 28.0)
-    records += final("whole-activations", 0.2, 19.0, 24.0)
+    records += final("polar", 0.2, 19.0, 24.0)
     for setting in [*readme.SHOWN][1:]:
         keys = dict(zip(("protocol", "steps", "batch"), setting, strict=True))
         records.append(run("muon", 0.1, 1, [1.0], **keys))

@@ -5,7 +5,8 @@ rate and momentum; the rivals have the best of six constant rates of
 benchmarks/results/no_setting.md for natgrad's own Adam, SOAP and Muon. Those of torch
 and pytorch_optimizer, which run here, were not tuned again.
 
-The accuracy of a test is the part of the variance that is explained, in percent.
+The accuracy of a test is the part of the variance that is explained, in percent. Not
+run here.
 """
 
 from natgrad_lab.recipes.recipe import Recipe

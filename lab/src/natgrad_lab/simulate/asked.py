@@ -156,7 +156,7 @@ def work_asked(
     """The model's work under this method, with rules of groups if there are any."""
     shape = tuple(asked.input) or None
     name = asked.import_ or asked.model
-    if rules is None:
+    if rules is None and asked.method != "polar":
         return work_of(name, shape=shape, **blocks_of(options))
     return ruled_work(name, options, rules, shape=shape)
 

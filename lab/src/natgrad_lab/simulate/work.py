@@ -117,22 +117,24 @@ def work_of(
 def ruled_work(
     name: str,
     options: Options,
-    rules: Mapping[str, Rule],
+    rules: Mapping[str, Rule] | None,
     *,
     shape: Shape | None = None,
 ) -> Work:
     """The work if the groups of `natgrad.groups` have these rules, others the options'.
 
-    Made by the optimizer itself, on no device.
+    ``rules`` None: if they are the groups of `natgrad.Polar`. Made by the optimizer
+    itself, on no device.
     """
     model, example = _on_no_device(name, shape, tokens=False)
     chosen = replace(options, lr=options.lr or 1.0, length=Free())
-    groups = natgrad.groups(model, chosen.rule)
-    for group in groups:
+    groups = None if rules is None else natgrad.groups(model, chosen.rule)
+    for group in groups or ():
         # of rest, length and average nothing depends: a plan is of rules
         group.pop("average", None)
-        group["rule"] = rules.get(group["name"], group["rule"])
-    with SPNGD(model, groups, options=chosen) as optimizer:
+        group["rule"] = (rules or {}).get(group["name"], group["rule"])
+    kind = natgrad.Polar if groups is None else SPNGD
+    with kind(model, groups, options=chosen) as optimizer:
         blocks = optimizer.engine.blocks
         ruled = labelled(blocks, optimizer.param_groups)
     return replace(_measure(name, model, example, blocks), ruled=tuple(ruled))

@@ -200,7 +200,7 @@ class OptimizerConfig:
         if self.trust:
             return "lars" if self.name == "sgd" else f"{self.name}+trust"
         if self.auto:
-            return "kfac auto"
+            return "kfac+auto"
         return f"kfac+{self.name}" if self.kfac else self.name
 
     @property
