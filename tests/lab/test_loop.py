@@ -232,9 +232,7 @@ def test_kfac_works_on_adamw_by_the_command_line(tmp_path: Path) -> None:
 
 def test_a_model_without_that_setting_is_named(tmp_path: Path) -> None:
     settings = config(model=ModelConfig(name="mlp", width=3))
-    with pytest.raises(
-        UserError, match="model.width=3. Must be none: mlp has no width"
-    ):
+    with pytest.raises(UserError, match=r"model\.width=3\. Must be none: mlp has no"):
         start(tmp_path, settings)
 
 
