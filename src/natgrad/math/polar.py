@@ -65,14 +65,16 @@ def polar(
     rows, columns = x.shape[-2:]
     if not half and gram_is_cheaper(rows, columns, len(chosen), parts):
         return _by_gram(now[0], gram, chosen, parts).to(x.dtype)
-    inner, spare = torch.empty_like(gram), torch.empty_like(now[0])
-    other = spare, spare.mT
-    for i, (a, b, c) in enumerate(chosen):
-        if i:
+    # The first iteration makes the memory that the others use again.
+    inner: Tensor | None = None
+    other: tuple[Tensor, Tensor] | None = None
+    for a, b, c in chosen:
+        if other is not None:
             symmetric_product(*now, out=gram)
-        symmetric_product(gram, gram, gram, beta=b, alpha=c, out=inner)
-        torch.baddbmm(now[0], inner, now[0], beta=a, out=other[0])
-        now, other = other, now
+        inner = symmetric_product(gram, gram, gram, beta=b, alpha=c, out=inner)
+        out = None if other is None else other[0]
+        y = torch.baddbmm(now[0], inner, now[0], beta=a, out=out)
+        now, other = other or (y, y.mT), now
     return now[0].to(x.dtype)
 
 
