@@ -98,8 +98,8 @@ def gram_is_cheaper(rows: int, columns: int, steps: int, parts: int = 2) -> bool
     """Whether `polar` iterates on ``Y Y^T`` alone for matrices of this shape.
 
     In FLOP, ``4 m^2 n + 2 m^3`` an iteration against ``8 m^3``, and products with Y in
-    each part, of which the last iteration needs three products less. Not for small
-    matrices, whose cost is the number of operations.
+    each part; the first iteration of a part needs one product less, the last two. Not
+    for small matrices, whose cost is the number of operations.
     """
     m, n = rows, columns
     direct = steps * (4 * m * m * n + 2 * m**3)
