@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.quality import airbench, autoencoder, language
+from benchmarks.common import keep_memory
+from benchmarks.quality import airbench, autoencoder, cifar, language
 from benchmarks.quality.contenders import CONTENDERS, Contender, make
 from benchmarks.quality.readme import README, replaced
 from benchmarks.quality.report import write
@@ -60,9 +61,11 @@ PROTOCOLS = {
     "language": Protocol(
         task=language, load=language.text, model=language.Language, flat=0.3
     ),
+    "resnet": Protocol(task=cifar, load=cifar.images, model=cifar.ResNet),
     "autoencoder": Protocol(
         task=autoencoder, load=autoencoder.images, model=autoencoder.Autoencoder
     ),
+    "vit": Protocol(task=cifar, load=cifar.images, model=cifar.Transformer),
 }
 
 
@@ -160,6 +163,7 @@ def main() -> None:
         command.add_argument("--out", type=Path, default=LEDGER)
     asked = parser.parse_args()
     if asked.command == "run":
+        keep_memory("benchmarks.quality")  # half of the time of a large batch
         run(asked)
     else:
         records = ledger(asked.out)

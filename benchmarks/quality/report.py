@@ -20,9 +20,13 @@ DRAWN = 6
 TITLES = {
     "airbench": "P1, airbench at a quarter of its width: test accuracy, %",
     "language": "P2, byte transformer: held-out loss, nats a byte",
+    "resnet": "P3, ResNet-8 of width 8 on CIFAR-10: test accuracy, %",
     "autoencoder": "P4, deep autoencoder on digits: held-out loss",
+    "vit": "P5, small vision transformer on CIFAR-10: test accuracy, %",
 }
-UNITS = {"airbench": "images", "language": "sequences of 128", "autoencoder": "images"}
+UNITS = {"language": "sequences of 128"}
+ERRORS = ("airbench", "resnet", "vit")
+"""Protocols whose value is an error in percent, shown as accuracy."""
 TEXT = """# Whole trainings
 
 From `python -m benchmarks.quality report`, which reads `quality.jsonl`;
@@ -77,7 +81,7 @@ def reached(run: Record, value: float) -> int | None:
 
 
 def _shown(protocol: str, value: float) -> str:
-    return f"{100 - value:.1f}" if protocol == "airbench" else f"{value:.3f}"
+    return f"{100 - value:.1f}" if protocol in ERRORS else f"{value:.3f}"
 
 
 def _chosen(contenders: dict[str, list[Record]]) -> dict[str, list[Record]]:
@@ -119,7 +123,8 @@ def section(setting: Setting, contenders: dict[str, list[Record]]) -> str:
     heads = ("contender", "tuned", "learning rate", "finals", "steps", "CPU s")
     order = sorted(known, key=ends.__getitem__)
     rows = [_row(protocol, name, known[name], goal) for name in order]
-    title = f"## {TITLES[protocol]}; {steps} steps of {batch:,} {UNITS[protocol]}"
+    unit = UNITS.get(protocol, "images")
+    title = f"## {TITLES[protocol]}; {steps} steps of {batch:,} {unit}"
     return f"{title}\n\n{markdown_table(heads, rows)}\n"
 
 
@@ -134,14 +139,14 @@ def figure(settings: dict[Setting, dict[str, list[Record]]], path: Path) -> None
         ends = {name: tuned(runs)["value"] for name, runs in known.items()}
         for name in sorted(ends, key=ends.__getitem__)[:DRAWN]:
             curve = tuned(known[name])["curve"]
-            sign = (lambda v: 100 - v) if protocol == "airbench" else (lambda v: v)
+            sign = (lambda v: 100 - v) if protocol in ERRORS else (lambda v: v)
             axis.plot(
                 [c[0] for c in curve],
                 [sign(c[1]) for c in curve],
                 label=name,
                 linestyle="-" if is_ours(name) else "--",
             )
-        if protocol != "airbench":
+        if protocol not in ERRORS:
             least = min(ends.values())
             axis.set_ylim(0.95 * least, 2.2 * least)
         axis.set_title(f"{protocol}, batch {batch:,}")
