@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import keep_memory
-from benchmarks.quality import airbench, autoencoder, cifar, language
+from benchmarks.quality import airbench, autoencoder, cifar, language, report, shorter
 from benchmarks.quality.contenders import CONTENDERS, Contender, make
 from benchmarks.quality.readme import README, replaced
-from benchmarks.quality.report import write
 
 LEDGER = Path(__file__).parents[1] / "results" / "quality.jsonl"
 KEY = ("protocol", "contender", "lr", "seed", "steps", "batch")
@@ -145,6 +144,24 @@ def run(asked: argparse.Namespace) -> None:
                 record = train(*key)
                 with asked.out.open("a") as file:
                     file.write(json.dumps(record) + "\n")
+
+
+def write(records: list[dict[str, Any]], folder: Path) -> None:
+    """quality.md and its figures."""
+    every = report.by_setting(records)
+    settings = {s: found for s, found in every.items() if report.chosen(found)}
+    picture = "![The tuned runs of the best contenders](quality.png)\n"
+    sections = [report.TEXT, picture]
+    report.figure(settings, folder / "quality.png")
+    if pairs := [*shorter.pairs(every)]:
+        sections += [shorter.section(pairs), "![By length](quality_shorter.png)\n"]
+        shorter.figure(pairs, folder / "quality_shorter.png")
+    if batches := report.by_batch(settings):
+        shown = "![Accuracy and steps by batch](quality_batch.png)\n"
+        sections += [report.batch_section(batches), shown]
+        report.batch_figure(batches, folder / "quality_batch.png")
+    sections += [report.section(s, contenders) for s, contenders in settings.items()]
+    (folder / "quality.md").write_text("\n".join(sections))
 
 
 def main() -> None:
