@@ -36,7 +36,7 @@ ROOMS: dict[str, str] = {
     "capture": "layers diagnostics",
     "distributed": "plan layers capture",
     "factors": "plan rules layers diagnostics capture distributed",
-    "quadratic": "rules distributed factors",
+    "quadratic": "rules capture distributed factors",
     "options": "plan rules distributed factors quadratic",
     "checkpoint": "plan rules layers distributed factors",
     "engine": "plan rules layers diagnostics capture distributed factors quadratic "
@@ -50,7 +50,7 @@ TYPES: dict[str, str] = {
     "layers": "options",
     "diagnostics": "factors",
     "factors": "options engine",
-    "quadratic": "options engine root",
+    "quadratic": "options",
     "checkpoint": "root",
 }
 # Inside a function, of what stands below.
