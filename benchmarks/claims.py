@@ -1,8 +1,9 @@
 """The papers' claims about whole trainings, as commands: what `comparison` runs.
 
 A ResNet-8 on digits with the settings of its recipes, whose learning rates were chosen
-by hand at batch 128; what a claim is about is changed, and nothing else. Every run goes
-to the end of a schedule of its own length.
+by hand at batch 128, and one of width 8 on CIFAR-10 at batch 2,048; what a claim is
+about is changed, and nothing else. Every run goes to the end of a schedule of its own
+length.
 """
 
 from __future__ import annotations
@@ -66,11 +67,12 @@ _FRESH: Rows = {
 }
 
 # Osawa et al. 2020, sections 4 and 6: everything together, and all but one part.
+# Momentum can be coupled to a polynomial decay alone, so both are left out together.
+_POLYNOMIAL = _words(schedule__kind="polynomial", schedule__power=4.0)
 _SCHEME: dict[str, tuple[str, ...]] = {
     "mixup": _words(data__mixup=0.4),
     "erasing": _words(data__erasing=0.5),
-    "polynomial decay": _words(schedule__kind="polynomial", schedule__power=4.0),
-    "coupled momentum": ("--schedule.couple-momentum",),
+    "polynomial decay": (*_POLYNOMIAL, "--schedule.couple-momentum"),
     "rescaled weights": _words(optimizer__decay="rescaled"),
 }
 _LARGE = _words(batch=512, epochs=24)
@@ -86,6 +88,11 @@ _WHOLE: Rows = {
         )
         for left_out in _SCHEME
     },
+    # a polynomial of power 4 has a fifth of a constant rate's sum
+    "SP-NGD, whole scheme, four times the rate": (
+        *("digits-spngd", *_LARGE, *_words(optimizer__lr=4 * 0.02)),
+        *(word for part in _SCHEME.values() for word in part),
+    ),
     "SP-NGD, none of it": ("digits-spngd", *_LARGE),
     "SGD": ("digits-sgd", *_LARGE),
     "SGD, linear scaling, warmup": (
@@ -118,6 +125,29 @@ CLAIMS: dict[str, Rows] = {
     "The whole scheme, digits, batch 512, 24 epochs": _WHOLE,
     "Schedule, digits, batch 512, 36 epochs": _schedules(512, 36.0),
     "Schedule, digits, batch 1,024, 48 epochs": _schedules(1024, 48.0),
+}
+
+_CIFAR = _words(model__width=8, evaluate_every=1.5, targets=60)
+
+
+def _epochs(method: str, epochs: int, **settings: object) -> tuple[str, ...]:
+    return (f"cifar10-{method}-2048", *_CIFAR, *_words(epochs=epochs, **settings))
+
+
+# Pauloski et al., Table II and Figure 5, and Osawa et al.'s whole scheme, less short
+# of data than digits are.
+CIFAR: dict[str, Rows] = {
+    "CIFAR-10, ResNet-8 of width 8, batch 2,048": {
+        "K-FAC, 15 epochs": _epochs("kfac", 15),
+        "SGD, 15 epochs": _epochs("sgd", 15),
+        "SGD, 30 epochs": _epochs("sgd", 30),
+        "SP-NGD, 15 epochs": _epochs("spngd", 15),
+        "SP-NGD, whole scheme, 15 epochs": (
+            *_epochs("spngd", 15),
+            *(word for part in _SCHEME.values() for word in part),
+        ),
+        "LARS, 15 epochs": _epochs("lars", 15),
+    },
 }
 
 # Ma et al., appendix B: how much of a grid trains, by the form of the damping.

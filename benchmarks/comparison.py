@@ -5,6 +5,7 @@
     python -m benchmarks.comparison schemes  --runs runs/comparison
     python -m benchmarks.comparison claims   --runs runs/comparison
     python -m benchmarks.comparison grid     --runs runs/comparison
+    python -m benchmarks.comparison cifar    --runs runs/comparison
 
 Each run is a ``natgrad train`` of its own, one thread, two at a time. A run that is
 done is not trained again and one that was interrupted is resumed, so the script can be
@@ -20,7 +21,8 @@ below them.
 - ``schemes``: parts of Osawa et al.'s training scheme on digits, three seeds: the two
   readings of running mixup, and the damping of batch norm (rho).
 - ``claims``: the papers' claims about whole trainings (`benchmarks.claims`), on digits,
-  three seeds; ``grid``: two forms of damping on a grid of settings, one seed.
+  three seeds; ``grid``: two forms of damping on a grid of settings, one seed;
+  ``cifar``: some of the claims on CIFAR-10, one seed.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.claims import CLAIMS, GRID
+from benchmarks.claims import CIFAR, CLAIMS, GRID
 from benchmarks.common import KEEP_MEMORY
 from natgrad_lab.data import load
 from natgrad_lab.errors import UserError
@@ -184,6 +186,7 @@ JOBS = {
     "schemes": scheme_jobs,
     "claims": lambda: paper_jobs(CLAIMS),
     "grid": lambda: paper_jobs(GRID, SEEDS[:1]),
+    "cifar": lambda: paper_jobs(CIFAR, SEEDS[:1]),
 }
 
 
@@ -237,14 +240,16 @@ def method_table(jobs: Sequence[Job], folder: Path) -> Iterator[str]:
 def paper_table(jobs: Sequence[Job], folder: Path) -> Iterator[str]:
     """Means over seeds, with the range of the accuracies."""
     for group in dict.fromkeys(job.group for job in jobs):
-        yield f"\n### {group}\n\n| | best %, mean (least to most) | last % "
-        yield "| steps to 97% | CPU ms a step | refreshed |\n"
+        first = next(job for job in jobs if job.group == group)
+        target = next(iter(summarise(folder / first.name).reached))
+        yield f"\n### {group}\n\n| | best %, mean (least to most) | last %, the same "
+        yield f"| steps to {target:g}% | CPU ms a step | refreshed |\n"
         yield "|---|---|---|---|---|---|\n"
         for row in dict.fromkeys(job.row for job in jobs if job.group == group):
             mine = [j for j in jobs if (j.group, j.row) == (group, row)]
             runs = [summarise(folder / job.name) for job in mine]
             best = [one.best or 0.0 for one in runs]
-            last = statistics.mean(one.last or 0.0 for one in runs)
+            last = [one.last or 0.0 for one in runs]
             steps = [r.step for one in runs for r in one.reached.values() if r]
             missed = len(runs) - len(steps)
             took = f"{statistics.mean(steps):.0f}" if steps else "-"
@@ -252,8 +257,8 @@ def paper_table(jobs: Sequence[Job], folder: Path) -> Iterator[str]:
             shares = [one.reduction for one in runs if one.reduction is not None]
             share = f"{100 * statistics.mean(shares):.0f}%" if shares else ""
             mean = statistics.mean(_cpu_milliseconds(one) for one in runs)
-            yield f"| {row} | {statistics.mean(best):.2f} ({min(best):.2f} to "
-            yield f"{max(best):.2f}) | {last:.2f} | {took} | {mean:.0f} | {share} |\n"
+            yield f"| {row} | {_spread(best)} | {_spread(last)} | {took} "
+            yield f"| {mean:.0f} | {share} |\n"
         yield from commands([job for job in jobs if job.group == group])
 
 
@@ -266,6 +271,11 @@ def commands(jobs: Sequence[Job]) -> Iterator[str]:
         note = f"  # and --seed {seeds}" if others else ""
         yield f"{shlex.join(['natgrad', 'train', *first.words])}{note}\n"
     yield "```\n"
+
+
+def _spread(values: Sequence[float]) -> str:
+    mean = f"{statistics.mean(values):.2f}"
+    return f"{mean} ({min(values):.2f} to {max(values):.2f})" if values[1:] else mean
 
 
 def _reached(one: Summary) -> str:
@@ -317,9 +327,11 @@ def main() -> None:
     ]
     if methods:
         notes.append("One seed, the recipes' settings, which nobody has tuned.")
-        notes += [str(load(name).note or name) for name in ("cifar10",)]
     else:
-        notes.append(f"Seeds {SEEDS}; 360 test images.")
+        seeds = sorted({int(job.command[-1]) for job in jobs})
+        notes.append(f"Seeds: {', '.join(map(str, seeds))}.")
+    if methods or chosen.what == "cifar":
+        notes.append(str(load("cifar10").note))
     table = method_table if methods else paper_table
     text = heading(chosen.what, notes) + "".join(table(jobs, chosen.runs))
     RESULTS.mkdir(exist_ok=True)

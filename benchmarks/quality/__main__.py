@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.quality import airbench, autoencoder, language
+from benchmarks.common import keep_memory
+from benchmarks.quality import airbench, autoencoder, cifar, language, report, shorter
 from benchmarks.quality.contenders import CONTENDERS, Contender, make
 from benchmarks.quality.readme import README, replaced
-from benchmarks.quality.report import write
 
 LEDGER = Path(__file__).parents[1] / "results" / "quality.jsonl"
 KEY = ("protocol", "contender", "lr", "seed", "steps", "batch")
@@ -60,9 +60,11 @@ PROTOCOLS = {
     "language": Protocol(
         task=language, load=language.text, model=language.Language, flat=0.3
     ),
+    "resnet": Protocol(task=cifar, load=cifar.images, model=cifar.ResNet),
     "autoencoder": Protocol(
         task=autoencoder, load=autoencoder.images, model=autoencoder.Autoencoder
     ),
+    "vit": Protocol(task=cifar, load=cifar.images, model=cifar.Transformer),
 }
 
 
@@ -144,6 +146,24 @@ def run(asked: argparse.Namespace) -> None:
                     file.write(json.dumps(record) + "\n")
 
 
+def write(records: list[dict[str, Any]], folder: Path) -> None:
+    """quality.md and its figures."""
+    every = report.by_setting(records)
+    settings = {s: found for s, found in every.items() if report.chosen(found)}
+    picture = "![The tuned runs of the best contenders](quality.png)\n"
+    sections = [report.TEXT, picture]
+    report.figure(settings, folder / "quality.png")
+    if pairs := [*shorter.pairs(every)]:
+        sections += [shorter.section(pairs), "![By length](quality_shorter.png)\n"]
+        shorter.figure(pairs, folder / "quality_shorter.png")
+    if batches := report.by_batch(settings):
+        shown = "![Accuracy and steps by batch](quality_batch.png)\n"
+        sections += [report.batch_section(batches), shown]
+        report.batch_figure(batches, folder / "quality_batch.png")
+    sections += [report.section(s, contenders) for s, contenders in settings.items()]
+    (folder / "quality.md").write_text("\n".join(sections))
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -160,6 +180,7 @@ def main() -> None:
         command.add_argument("--out", type=Path, default=LEDGER)
     asked = parser.parse_args()
     if asked.command == "run":
+        keep_memory("benchmarks.quality")  # half of the time of a large batch
         run(asked)
     else:
         records = ledger(asked.out)

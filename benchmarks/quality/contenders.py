@@ -21,14 +21,21 @@ from natgrad import (
     EigenAdam,
     Every,
     FixedNorm,
+    Free,
+    KLClip,
+    Kronecker,
+    LayerTrust,
+    Length,
     MuonLength,
     Options,
     Orthogonal,
     Paced,
+    Plain,
     Rule,
 )
 
 OFTEN = Every(1, 5)
+MUON_LENGTH = MuonLength()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,7 @@ class Contender:
 
     Attributes:
         rule: of hidden matrices; None: Adam for them too.
+        length: of their update.
         damping: relative to a factor's mean eigenvalue.
         refresh: of its factors.
         lrs: the learning rates that are tried, on a grid of factors of two.
@@ -52,6 +60,7 @@ class Contender:
 
     rule: Rule | None
     lrs: tuple[float, ...]
+    length: Length = MUON_LENGTH
     damping: float = 0.1
     refresh: natgrad.Refresh = OFTEN
     momentum: float | None = None
@@ -124,6 +133,12 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "polar-gradients": Contender(
         rule=PMUON, lrs=RATES, whole=GRADIENTS, vocabulary=0.05
+    ),
+    # SGD, LARS and K-FAC for hidden matrices
+    "sgd": Contender(rule=Plain(), lrs=(0.05, 0.1, 0.2), length=Free()),
+    "lars": Contender(rule=Plain(), lrs=RATES, length=LayerTrust()),
+    "kfac": Contender(
+        rule=Kronecker(), lrs=RATES, length=KLClip(), damping=0.03, refresh=Every(5, 5)
     ),
     "adam": Contender(rule=None, lrs=(0.001, 0.002, 0.004)),
     "muon": Contender(rule=Orthogonal(sides="none"), lrs=RATES),
@@ -310,9 +325,9 @@ def make(
             split = embeddings(model, options.fallback)
         elif contender.split == "fixed":
             every = list(model.named_parameters())
-            hidden = [(n, p) for n, p in every if is_hidden(n) and p.dim() > 1]
+            inside = [(n, p) for n, p in every if is_hidden(n) and p.dim() > 1]
             rest = [(n, p) for n, p in every if not (is_hidden(n) and p.dim() > 1)]
-            split = [{"params": hidden, "decay": FixedNorm()}, {"params": rest}]
+            split = [{"params": inside, "decay": FixedNorm()}, {"params": rest}]
         elif contender.split:
             split = natgrad.groups(model, options.rule, rest=options.fallback)
         else:
@@ -322,8 +337,8 @@ def make(
     matrices = [(n, p) for n, p in named if is_hidden(n) and p.dim() > 1]
     others = [(n, p) for n, p in named if not (is_hidden(n) and p.dim() > 1)]
     average = AverageGradients(nesterov=True)
-    adam = {"rule": Adam(beta2=0.95), "length": natgrad.Free()}
-    hidden: dict[str, Any] = {"rule": contender.rule, "length": MuonLength()}
+    adam = {"rule": Adam(beta2=0.95), "length": Free()}
+    hidden: dict[str, Any] = {"rule": contender.rule, "length": contender.length}
     groups: list[dict[str, Any]] = [
         {"params": matrices, "lr": lr, **(hidden if contender.rule else adam)},
     ]

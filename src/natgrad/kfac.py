@@ -21,9 +21,9 @@ from natgrad.layers.split import Named, parameters_of
 from natgrad.layers.unwrap import unwrap
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy
+from natgrad.quadratic.damping import with_value
 from natgrad.quadratic.hosts import coupled_decay, require_host
 from natgrad.quadratic.options import AUTO
-from natgrad.quadratic.tuner import Tuner, refuse_scaler, with_value
 from natgrad.rules.fallbacks import Plain
 from natgrad.rules.lengths import KLClip, Length
 from natgrad.rules.parts import Parts
@@ -99,7 +99,7 @@ class KFAC(Inspectable):
         for length_of in dict.fromkeys(p.length for p in parts.values()):
             _require_rate(length_of, optimizer)
         if asked.is_auto:
-            _require_tunable(asked, optimizer, grad_scaler)
+            _require_tunable(asked, optimizer)
         self.engine: Engine = Engine(
             model,
             chosen,
@@ -111,7 +111,7 @@ class KFAC(Inspectable):
         self._handles: list[Any] = []
         if current is not None:
             with self.engine.closing_on_error():
-                self.engine.tuner = Tuner(self.engine, asked, current)
+                self.engine.tune(asked, current)
         if optimizer is not None:
             # also inside a compiled optimizer.step
             handle = optimizer.register_step_pre_hook(as_written(self._before_step))
@@ -271,9 +271,7 @@ def _require_effect(options: Options) -> None:
             )
 
 
-def _require_tunable(
-    options: Options, optimizer: Optimizer | None, scaler: torch.amp.GradScaler | None
-) -> None:
+def _require_tunable(options: Options, optimizer: Optimizer | None) -> None:
     """Damping is found for an optimizer that takes its own steps."""
     if AUTO in (options.lr, options.momentum):
         raise ValueError(
@@ -281,8 +279,6 @@ def _require_tunable(
             "optimizer has its own: must be numbers. SPNGD finds them."
         )
     require_host(optimizer)
-    if scaler is not None:
-        refuse_scaler()
 
 
 def _require_rate(length: Length, optimizer: Optimizer | None) -> None:

@@ -31,8 +31,8 @@ from natgrad.math import foreach
 from natgrad.math.shards import local
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts
 from natgrad.plan import Strategy
+from natgrad.quadratic.damping import with_value
 from natgrad.quadratic.rates import Rates, before_first, require_no_rates
-from natgrad.quadratic.tuner import with_value
 from natgrad.requiring import require_number
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.lengths import Free
@@ -152,7 +152,9 @@ class SPNGD(Inspectable, Optimizer):
         with self.engine.closing_on_error():
             require_inside(self.engine.model, self.param_groups)
             if asked.is_auto:
-                self._rates = Rates(self, asked, current, grad_scaler)
+                tuner, restart = self.engine.tune(asked, current), self.engine.restart
+                mine = partial(averages_of, self.engine.statistics)
+                self._rates = Rates(self, tuner, mine, restart)
         tuned = isinstance(asked.momentum, str)  # "auto"
         check = partial(require_momentum, self, self.engine.statistics, tuned)
         self._handles = travel_with(self, self.engine, check)

@@ -17,7 +17,7 @@ from tests.support.pages import DOCS, PAGES, ROOT, blocks, prose, relative
 from torch import nn
 
 import natgrad
-from natgrad import layers
+from natgrad import diagnostics, distributed, layers
 from natgrad.layers.table import TABLE
 from natgrad.math.spectrum import change_rate
 
@@ -248,7 +248,7 @@ def public() -> dict[str, Any]:
     names = vars(natgrad)
     seen = [names[n] for n in natgrad.__all__ if isinstance(names[n], ModuleType)]
     found: dict[str, Any] = {}
-    for module in (natgrad, layers, *seen):
+    for module in (natgrad, layers, diagnostics, distributed, *seen):
         exported = getattr(module, "__all__", None) or [
             name
             for name, value in vars(module).items()

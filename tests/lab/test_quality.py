@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.quality import readme
+from benchmarks.quality import readme, shorter
 from benchmarks.quality.__main__ import LEDGER, ledger
 from benchmarks.quality.report import (
     batch_section,
@@ -104,3 +104,23 @@ def test_the_table_of_readme_is_that_of_the_ledger() -> None:
     text = readme.README.read_text()
     assert text.count(readme.BEGIN) == text.count(readme.END) == 1
     assert readme.replaced(text, ledger(LEDGER)) == text
+
+
+def test_shorter_schedules_are_compared_with_the_best_rival_of_the_same_batch() -> None:
+    records = [
+        run("muon", 0.2, 2, [2.0], steps=40),
+        run("soap", 0.2, 2, [1.8], steps=40),
+        run("soap", 0.2, 2, [1.5], steps=40, batch=16),
+        run("polar", 0.3, 2, [1.7], steps=30),
+        run("polar", 0.3, 3, [1.5], steps=30),
+        run("polar", 0.3, 2, [1.1], steps=40),
+    ]
+    found = [*shorter.pairs(by_setting(records))]
+    assert [(p.rival, p.steps, p.fewer, p.ours) for p in found] == [
+        ("SOAP", 40, 30, [1.5, 1.7]),
+        ("SOAP", 40, 40, [1.1]),
+    ]
+    (row,) = shorter.section(found).splitlines()[-1:]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    ours = "1.600 (1.500 to 1.700), n = 2"
+    assert cells == ["P4, 8", "SOAP: 1.800", "40", ours, "30, 0.75 of them"]

@@ -8,12 +8,14 @@ import torch
 from benchmarks.sharded.memory import STATE, planned, state
 from benchmarks.sharded.models import SIZES, Transformer
 from tests.support.world import run_world
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import natgrad
 from natgrad.math.shards import local
+from natgrad.plan import make_plan
+from natgrad_lab.simulate.memory import momentum_of
 
 STEPS = 3
 
@@ -86,3 +88,13 @@ def test_ranks_keep_what_was_planned_and_less_with_more_of_them(world: int) -> N
             assert max(map(state, rows)) < alone
     for found in results:
         assert found["adamw"]["momentum"] == 2 * found["adamw"]["weights"]
+
+
+def test_planned_momentum_falls_with_the_world() -> None:
+    wide = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)), nn.PReLU(256))
+
+    def most(world: int) -> int:
+        plan = make_plan(wide, world=world, gradients="sharded")
+        return max(momentum_of(plan, sharded=True))
+
+    assert most(4) < 0.35 * most(1)

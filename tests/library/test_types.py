@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import natgrad
-from natgrad import layers
+from natgrad import diagnostics, distributed, layers
 
 BIN = Path(sys.executable).parent
 MODULES = tuple(f"natgrad.{name}." for name in ("schedules", "sinks", "layers", "plan"))
@@ -37,7 +37,7 @@ def completeness(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def homes() -> set[str]:
     """Where the public names are defined: classes with all their bases, functions."""
     found: set[str] = set()
-    for module in (natgrad, natgrad.plan, layers):
+    for module in (natgrad, natgrad.plan, layers, diagnostics, distributed):
         for name in module.__all__:
             value = getattr(module, name)
             if isinstance(value, ModuleType):

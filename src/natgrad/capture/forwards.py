@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from natgrad.capture.sink import INPUTS, Sent
+from natgrad.capture.sink import INPUTS, Sent, Sink
 from natgrad.layers import Block, Observed
 from natgrad.layers.layout import StatisticSpec
 from natgrad.math.packing import flatten, trace
@@ -256,6 +257,19 @@ class Call:
     def inputs_name(self) -> str:
         """The name of the statistic of its inputs."""
         return f"{self.block.name}/{INPUTS}"
+
+    def offer_inputs(self, sink: Sink) -> None:
+        """Let what is known of its inputs leave."""
+        moments = self.observed.moments
+        if INPUTS in self.want and not (self.is_mine or self.is_apart):
+            sink.left_out(self.inputs_name)
+        if INPUTS not in moments:
+            return
+        with torch.no_grad():
+            moment = self.block.in_parts(INPUTS, moments[INPUTS])
+            self.sent = sink.made(self.inputs_name, moment)
+        if self.sent is not None:
+            del moments[INPUTS]
 
     def theirs(self, *, based: bool) -> Iterator[str]:
         """The names of the statistics that a peer makes."""

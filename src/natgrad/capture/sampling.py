@@ -1,12 +1,13 @@
 """Losses of labels drawn from the model, for the sampled Fisher (SP-NGD, eq. 5)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from natgrad.capture.recorder import Capture
 from natgrad.layers import Block
 from natgrad.requiring import require_choice
 
@@ -50,18 +51,21 @@ def draw_gaussian(outputs: Tensor, each: int) -> Tensor:
     return outputs.detach() + torch.randn_like(outputs) * (each / 2) ** 0.5
 
 
-def differentiate(
+def drawn_backward(
+    capture: Capture,
+    blocks: Iterable[Block],
     outputs: Sequence[Tensor],
-    blocks: Sequence[Block],
     gradients: Sequence[Tensor] | None = None,
 ) -> None:
-    """Run the backward of layers, hooks and all; ``.grad`` and the graph stay.
+    """Backward of what was drawn, layers' hooks and all; ``.grad`` and graph stay.
 
-    From numbers, or from outputs at which the ``gradients`` are known.
+    From losses, or from outputs at which the ``gradients`` are known.
     """
     layers = [b for b in blocks if b.kind is not None]
     weights = [p for p in (b.parameters[0] for b in layers) if p.requires_grad]
-    if weights:
+    if not weights:
+        return
+    with capture.meter("sampled"), capture.sampling():
         torch.autograd.grad(
             outputs, weights, gradients, retain_graph=True, allow_unused=True
         )

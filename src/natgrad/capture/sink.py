@@ -41,6 +41,10 @@ class Sink(Protocol):
         """A statistic of inputs, in the forward. None: it waits for its backward."""
         ...
 
+    def left_out(self, name: str) -> None:
+        """A statistic of inputs, in the forward, that another rank makes."""
+        ...
+
     def counted(self, name: str, sent: Sent) -> None:
         """The backward of what was made, and sent, has come."""
         ...
@@ -50,7 +54,10 @@ class Sink(Protocol):
         ...
 
     def grown(self, name: str, captured: "Captured") -> None:
-        """A statistic's sum has grown; it may be taken out, and sent."""
+        """A statistic's sum has grown; it may be taken out, and sent.
+
+        Or was counted only, because another rank makes it.
+        """
         ...
 
     def abandon(self) -> None:

@@ -23,7 +23,7 @@ Labelled = tuple[str, Block]
 """A block with the name, or number, of its parameter group."""
 
 
-def labelled(
+def blocks_by_group(
     blocks: Iterable[Block], groups: Sequence[Mapping[str, Any]]
 ) -> list[Labelled]:
     """Our blocks, each with the group of its first parameter, in order of groups."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from natgrad.diagnostics.groups import group_rows, labelled
+from natgrad.diagnostics.groups import blocks_by_group, group_rows
 from natgrad.layers import Block
 from natgrad.plan.pace import described, rates, refresh_seconds
 from natgrad.rules.fallbacks import Adam
@@ -45,7 +45,7 @@ def registration_table(
 
 def _groups(statistics: "Statistics", groups: Sequence[Group]) -> str:
     """Of each parameter group: matrices, rule, factors, owners and cost."""
-    blocks = labelled(statistics.block.values(), groups)
+    blocks = blocks_by_group(statistics.block.values(), groups)
     itemsize = statistics.like.element_size()
     rows = group_rows(blocks, statistics.plan, statistics.cost, itemsize)
     return f"{LEGEND}\n{_table(rows)}"

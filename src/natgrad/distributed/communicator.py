@@ -39,6 +39,9 @@ from natgrad.plan.strategies import Ranks
 
 # Reductions may be open while something else is asked for between steps.
 REDUCE, SHARE = "reduce", "share"
+Leaving = Callable[
+    [tuple[Leg, ...], torch.dtype], tuple[list[Departure], list[Departure]]
+]
 
 
 class CommError(RuntimeError):
@@ -93,23 +96,23 @@ class Communicator:
         hosts: Sequence[str] | None = None,
     ) -> None:
         self.plan = plan
-        self.options = options or CommOptions()
-        self.world = world_of(group)
-        self.rank = rank_of(group)
-        self.spares = Spares()
+        self.options: CommOptions = options or CommOptions()
+        self.world: int = world_of(group)
+        self.rank: int = rank_of(group)
+        self.spares: Spares = Spares()
         self.log: list[Message] | None = None
         self._everyone = tuple(range(self.world))
         self._nodes: tuple[Ranks, ...] = ()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._way: Way = self.options.way(backend_of(group))
-        self.moved = Traffic()
+        self.moved: Traffic = Traffic()
         self._over = ""
         if self.world > 1:
             self._connect(group, fingerprint or {}, hosts)
         self._require_world()
         # not a method of this object, which would then keep itself alive
         leaving = partial(_departures, plan, self.options, self._nodes, self._way)
-        self.departures = lru_cache(maxsize=64)(leaving)
+        self.departures: Leaving = lru_cache(maxsize=64)(leaving)
 
     def _require_world(self) -> None:
         if self.plan.world != self.world:

@@ -62,7 +62,8 @@ class Load(ABC):
     """What one departure moves: a buffer, and stages of collectives, one by one.
 
     Attributes:
-        mine: names of the items that this rank puts; ``filled``: that it has put.
+        mine: names of the items that this rank puts; ``filled``: that it has put;
+            ``absent``: that it has said not to put.
         closed: whether it may leave with what it has.
         left: whether it has left.
     """
@@ -71,6 +72,7 @@ class Load(ABC):
         rank = terms.comm.rank
         self._volume, self.mine = bucket.volume(rank), bucket.put_by(rank)
         self.filled: set[str] = set()
+        self.absent: set[str] = set()
         self.left = self.closed = False
         self._comm, self._exchange = terms.comm, terms.exchange
         self._dtype, self._wire_dtype = terms.dtype, terms.wire
@@ -81,12 +83,16 @@ class Load(ABC):
     @property
     def full(self) -> bool:
         """Whether this rank has put everything that it gives."""
-        return len(self.filled) == len(self.mine)
+        return len(self.filled | self.absent) == len(self.mine)
 
     @property
     def idle(self) -> bool:
-        """Whether all that was started is complete."""
-        return all(work.is_completed() for work in self._works)
+        """Whether the next stage may start, without holding this rank up.
+
+        On a GPU it may at once, and must: all ranks start it at the same place.
+        """
+        on_stream = self._device.type == "cuda"
+        return on_stream or all(work.is_completed() for work in self._works)
 
     def put(self, name: str, flat: Tensor) -> None:
         """Add an item."""

@@ -224,6 +224,17 @@ class Flight:
         if self._comm.options.overlap:
             self._walk.advance()
 
+    def leave_out(self, name: str) -> None:
+        """Say that this rank puts nothing of an item of this reduction: zeros.
+
+        Its bucket then leaves as if it had put them. See Note [One order].
+        """
+        load = self._where.get(name)
+        if load is not None and not load.left:
+            load.absent.add(name)
+            if self._comm.options.overlap:
+                self._walk.advance()
+
     def void(self) -> None:
         """Say, before all is sent, that what was put in this reduction must not count.
 

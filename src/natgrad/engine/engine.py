@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.forwards import Captured, Sums, packed
-from natgrad.capture.sampling import differentiate, sampled_loss
+from natgrad.capture.sampling import drawn_backward, sampled_loss
 from natgrad.capture.sink import Armed
 from natgrad.diagnostics.timer import metered
 from natgrad.distributed.communicator import (
@@ -383,11 +383,4 @@ class Engine(Machinery):
             )
         loss = sampled_loss(outputs, likelihood, targets, self.options.loss)
         if self.capture.armed.due:
-            self.drawn_backward([loss])
-
-    def drawn_backward(
-        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None = None
-    ) -> None:
-        """Backward of what was drawn: a loss, or gradients at outputs."""
-        with self.meter("sampled"), self.capture.sampling():
-            differentiate(outputs, self.blocks, gradients)
+            drawn_backward(self.capture, self.blocks, [loss])

@@ -34,6 +34,7 @@ from natgrad.layers.unwrap import unwrap
 from natgrad.math.tuning import tuning_of
 from natgrad.options import Options
 from natgrad.plan import Plan
+from natgrad.quadratic.damping import Lambda
 from natgrad.quadratic.tuner import Tuner
 from natgrad.rules.lengths import References
 from natgrad.rules.preconditioner import Preconditioner
@@ -167,6 +168,25 @@ class Machinery(ABC):
     def step(self) -> int:
         """Steps done so far."""
         return self.statistics.step
+
+    def tune(self, options: Options, damping: Lambda | None) -> Tuner:
+        """Have what is ``"auto"`` in the options that were given found.
+
+        ``damping`` is what the engine's options have instead of an automatic one.
+        """
+        if self.sharded:
+            raise ValueError(
+                'Invalid "auto" for a sharded model: the quadratic model needs whole '
+                "weights. Must be numbers."
+            )
+        if self._scaled:
+            raise ValueError(
+                "Invalid grad_scaler beside lr='auto', momentum='auto' or "
+                "damping='auto': a GradScaler takes no closure. Must be None: train in "
+                "bfloat16 or float32."
+            )
+        self.tuner = Tuner(self.model, self.statistics, self.capture, options, damping)
+        return self.tuner
 
     def restart(self) -> None:
         """On all ranks: the passes since the last step do not count."""

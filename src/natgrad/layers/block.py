@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +41,6 @@ class Layout:
     shared: bool = False
     counted: bool = False
     apart: int = 0
-
-    def part_size(self, side: str, largest: int | None) -> int:
-        """Rows of each part of the factor on one side: all, if it is not cut."""
-        return self.cut(side, largest)[1]
 
     def cut(self, side: str, largest: int | None) -> tuple[int, int]:
         """How many parts the factor on one side is cut into, and the rows of each."""
@@ -182,7 +179,7 @@ class LayerKind(ABC):
         A kind may return a moment of whole matrices ``(s, n, n)`` or, where that would
         be too much work, of their parts: see Note [Parts of a large factor].
         """
-        return self.layout(module).part_size(side, self.options.largest_factor)
+        return self.layout(module).cut(side, self.options.largest_factor)[1]
 
     @abstractmethod
     def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -191,6 +188,11 @@ class LayerKind(ABC):
     @abstractmethod
     def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
         """The inverse of `fold`: views or copies shaped like weight and bias."""
+
+
+def setting(module: nn.Module, name: str) -> Any:
+    """An option that a layer was made with."""
+    return getattr(module, name)
 
 
 def trainable(module: nn.Module, name: str) -> nn.Parameter | None:

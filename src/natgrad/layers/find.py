@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from natgrad.layers.block import NO_MODULE, Block, LayerKind, trainable
-from natgrad.layers.layout import statistics_of
+from natgrad.layers.layout import spec_of
 from natgrad.layers.matrices import Matrix
 from natgrad.layers.options import LayerOptions
 from natgrad.layers.table import kind_of, type_name, why_unknown
@@ -120,13 +120,7 @@ def _block(name: str, module: nn.Module, kind: LayerKind) -> Block:
     layout = kind.layout(module)
     owned = kind.weight(module), kind.bias(module)
     return Block(
-        spec=BlockSpec(
-            name=name,
-            stack=layout.stack,
-            rows=layout.rows,
-            cols=layout.cols,
-            statistics=statistics_of(layout, name, kind.options),
-        ),
+        spec=spec_of(layout, name, kind.options),
         kind=kind,
         modules=[module],
         parameters=tuple(p for p in owned if p is not None),
@@ -188,14 +182,7 @@ def _with_plain(
 
 def _matrix(name: str, p: nn.Parameter, options: LayerOptions) -> Block:
     kind = Matrix(options, tuple(p.shape))
-    layout = kind.layout(NO_MODULE)
-    spec = BlockSpec(
-        name=name,
-        stack=layout.stack,
-        rows=layout.rows,
-        cols=layout.cols,
-        statistics=statistics_of(layout, name, options),
-    )
+    spec = spec_of(kind.layout(NO_MODULE), name, options)
     return Block(spec=spec, kind=kind, parameters=(p,), is_factored=True)
 
 

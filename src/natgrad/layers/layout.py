@@ -4,7 +4,18 @@ from dataclasses import replace
 
 from natgrad.layers.block import Layout
 from natgrad.layers.options import OWN, SIDES, LayerOptions
-from natgrad.plan.spec import StatisticSpec
+from natgrad.plan.spec import BlockSpec, StatisticSpec
+
+
+def spec_of(layout: Layout, block: str, options: LayerOptions) -> BlockSpec:
+    """A block of this layout, as plans see it."""
+    return BlockSpec(
+        name=block,
+        stack=layout.stack,
+        rows=layout.rows,
+        cols=layout.cols,
+        statistics=statistics_of(layout, block, options),
+    )
 
 
 def statistics_of(

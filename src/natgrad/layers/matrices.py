@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers.block import LayerKind, Layout, Observed
+from natgrad.layers.block import LayerKind, Layout, Observed, setting
 from natgrad.layers.options import LayerOptions
 from natgrad.math.conv.moments import (
     ConvGeometry,
@@ -30,9 +30,38 @@ from natgrad.math.statistics import gram, input_moment, widen
 
 
 class Kronecker(LayerKind):
-    """A layer whose Fisher is ``G kron A``: outputs left, inputs right."""
+    """A layer whose Fisher is ``G kron A``: outputs left, inputs right.
+
+    A kind has `input_moment` and `output_moment`, or `observe` and `gradient_moments`
+    if it must see more than they are given.
+    """
 
     rescaled = True
+
+    def input_moment(self, module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        """The sum that A is the mean of, from a layer's input, and its terms."""
+        raise NotImplementedError
+
+    def output_moment(self, module: nn.Module, g: Tensor) -> Tensor:
+        """The sum that G is the mean of, from the gradient at a layer's output."""
+        raise NotImplementedError
+
+    def observe(
+        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
+    ) -> Observed:
+        if "A" not in want:
+            return Observed()
+        moment, positions = self.input_moment(module, x)
+        return Observed(moments={"A": moment}, positions=positions)
+
+    def gradient_moments(
+        self,
+        module: nn.Module,
+        g: Tensor,
+        kept: tuple[Tensor, ...],
+        want: Collection[str],
+    ) -> dict[str, Tensor]:
+        return {"G": self.output_moment(module, g)} if "G" in want else {}
 
     def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
         layout = self.layout(module)
@@ -89,20 +118,12 @@ class Linear(Kronecker):
             return 0  # one example, without a dim for it
         return 1 if self.options.sharing == "reduce" else math.prod(y.shape[1:-1])
 
-    def observe(
-        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
-    ) -> Observed:
-        if "A" not in want:
-            return Observed()
+    def input_moment(self, module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
         rows = self._rows(local(x), mean=True)
         if is_shard(x):
-            moment = self._own_part(module, rows, first(x, -1))
-            return Observed(moments={"A": moment}, positions=len(rows))
-        bias = self.bias(module) is not None
-        size = self.part_size(module, "right")
-        return Observed(
-            moments={"A": input_moment(rows, bias=bias, size=size)}, positions=len(rows)
-        )
+            return self._own_part(module, rows, first(x, -1)), len(rows)
+        bias, size = self.bias(module) is not None, self.part_size(module, "right")
+        return input_moment(rows, bias=bias, size=size), len(rows)
 
     def _own_part(self, module: nn.Module, rows: Tensor, start: int) -> Tensor:
         """A of the features that this rank has; the rank of the last has the bias."""
@@ -118,18 +139,10 @@ class Linear(Kronecker):
             start += size
         return moment
 
-    def gradient_moments(
-        self,
-        module: nn.Module,
-        g: Tensor,
-        kept: tuple[Tensor, ...],
-        want: Collection[str],
-    ) -> dict[str, Tensor]:
-        if "G" not in want:
-            return {}
+    def output_moment(self, module: nn.Module, g: Tensor) -> Tensor:
         rows, size = self._rows(g, mean=False), self.part_size(module, "left")
         each = rows.chunk(self.layout(module).stack, 1)
-        return {"G": joined([gram(part, size) for part in each])}
+        return joined([gram(part, size) for part in each])
 
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
@@ -212,31 +225,15 @@ class Conv(Kronecker):
     def vectors(self, module: nn.Module, y: Tensor) -> int:
         return math.prod(y.shape[2:]) if self.examples(module, y) else 0
 
-    def observe(
-        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
-    ) -> Observed:
-        if "A" not in want:
-            return Observed()
+    def input_moment(self, module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
         geometry = geometry_of(module, bias=self.bias(module) is not None)
-        x = batched(x, len(geometry.kernel))
-        size = self.part_size(module, "right")
-        return Observed(
-            moments={"A": conv_input_parts(x, geometry, size)},
-            positions=positions(x.shape, geometry),
-        )
+        x, size = batched(x, len(geometry.kernel)), self.part_size(module, "right")
+        return conv_input_parts(x, geometry, size), positions(x.shape, geometry)
 
-    def gradient_moments(
-        self,
-        module: nn.Module,
-        g: Tensor,
-        kept: tuple[Tensor, ...],
-        want: Collection[str],
-    ) -> dict[str, Tensor]:
-        if "G" not in want:
-            return {}
+    def output_moment(self, module: nn.Module, g: Tensor) -> Tensor:
         g = batched(g, self.weight(module).dim() - 2)
         size = self.part_size(module, "left")
-        return {"G": conv_output_parts(g, setting(module, "groups"), size)}
+        return conv_output_parts(g, setting(module, "groups"), size)
 
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor
@@ -294,11 +291,6 @@ def batched(x: Tensor, spatial_dims: int) -> Tensor:
     return x.unsqueeze(0) if x.dim() == spatial_dims + 1 else x
 
 
-def setting(module: nn.Module, name: str) -> Any:
-    """An option that a layer was made with."""
-    return getattr(module, name)
-
-
 class Matrix(LayerKind):
     """A parameter of two or more dims, known by its own gradient alone.
 
@@ -325,10 +317,7 @@ class Matrix(LayerKind):
         stack, rows = shape[:2] if len(shape) == 3 else (1, shape[0])
         parts = self.options.matrices or self.matrices
         stack, rows = stack * parts, divided(rows, parts)
-        cols = 1
-        for size in shape:
-            cols *= size
-        cols //= stack * rows
+        cols = math.prod(shape) // (stack * rows)
         return Layout(stack=stack, rows=rows, cols=cols, right="A", left="G")
 
     def observe(

@@ -9,12 +9,11 @@ Letters: e examples, c channels, t positions, p parameters a channel (1 or 2).
 
 from abc import abstractmethod
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers.block import LayerKind, Layout, Observed
+from natgrad.layers.block import LayerKind, Layout, Observed, setting
 from natgrad.math.statistics import diagonal_moment, full_moment, unit_moment, widen
 
 FORMS = {"unit": unit_moment, "diag": diagonal_moment, "full": full_moment}
@@ -61,9 +60,9 @@ class Norm(LayerKind):
         channel is cheaper to apply to the sums.
         """
 
-    @abstractmethod
     def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
-        """``x`` as ``(e, t, c)``."""
+        """``x`` as ``(e, t, c)``: a view in either memory format."""
+        return x.movedim(1, -1).flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
 
     def observe(
         self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
@@ -91,12 +90,9 @@ class Norm(LayerKind):
         return {self.options.norm: FORMS[self.options.norm](per_example)}
 
     def fold(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
-        parts = (
-            [weight.flatten()] if bias is None else [weight.flatten(), bias.flatten()]
-        )
-        pairs = torch.stack(parts, dim=-1)
+        pairs = [x.flatten() for x in (weight, bias) if x is not None]
         layout = self.layout(module)
-        return pairs.reshape(layout.stack, 1, layout.cols)
+        return torch.stack(pairs, dim=-1).reshape(layout.stack, 1, layout.cols)
 
     def unfold(self, module: nn.Module, stack: Tensor) -> tuple[Tensor, Tensor | None]:
         weight = self.weight(module)
@@ -115,21 +111,17 @@ class BatchNorm(Norm):
         self, module: nn.Module, x: Tensor, *kept: Tensor
     ) -> tuple[Tensor, Tensor | float]:
         rows = x.reshape(*x.shape[:2], -1)  # a view in either memory format
-        running: Tensor | None = _setting(module, "running_mean")
+        running: Tensor | None = setting(module, "running_mean")
         if running is not None and not module.training:
             centred = rows - running.to(x.dtype).unsqueeze(1)
-            variance = _setting(module, "running_var").to(x.dtype)
+            variance = setting(module, "running_var").to(x.dtype)
         else:
             # sums of an example's pixels first: var_mean over dims that are not
             # neighbours takes five times as long on a CPU
             centred = rows - (rows.mean(2).mean(0)).unsqueeze(1)
             variance = torch.linalg.vecdot(centred, centred).mean(0) / rows.shape[2]
-        scale = torch.rsqrt(variance + _setting(module, "eps"))
+        scale = torch.rsqrt(variance + setting(module, "eps"))
         return centred.reshape(x.shape), scale
-
-    def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
-        # a view in either memory format
-        return x.movedim(1, -1).flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
 
 
 class SyncBatchNorm(BatchNorm):
@@ -162,12 +154,12 @@ class LayerNorm(Norm):
     def normalised(
         self, module: nn.Module, x: Tensor, *kept: Tensor
     ) -> tuple[Tensor, Tensor | float]:
-        dims = tuple(range(-len(_setting(module, "normalized_shape")), 0))
+        dims = tuple(range(-len(setting(module, "normalized_shape")), 0))
         variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-        return (x - mean) * torch.rsqrt(variance + _setting(module, "eps")), 1.0
+        return (x - mean) * torch.rsqrt(variance + setting(module, "eps")), 1.0
 
     def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
-        rows = x.flatten(-len(_setting(module, "normalized_shape")))
+        rows = x.flatten(-len(setting(module, "normalized_shape")))
         return rows.reshape(len(x) if rows.dim() > 1 else 1, -1, rows.shape[-1])
 
 
@@ -179,8 +171,8 @@ class RMSNorm(LayerNorm):
     def normalised(
         self, module: nn.Module, x: Tensor, *kept: Tensor
     ) -> tuple[Tensor, Tensor | float]:
-        dims = tuple(range(-len(_setting(module, "normalized_shape")), 0))
-        eps: float | None = _setting(module, "eps")
+        dims = tuple(range(-len(setting(module, "normalized_shape")), 0))
+        eps: float | None = setting(module, "eps")
         eps = torch.finfo(x.dtype).eps if eps is None else eps
         return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps), 1.0
 
@@ -194,15 +186,7 @@ class GroupNorm(Norm):
     def normalised(
         self, module: nn.Module, x: Tensor, *kept: Tensor
     ) -> tuple[Tensor, Tensor | float]:
-        grouped = x.reshape(len(x), _setting(module, "num_groups"), -1)
+        grouped = x.reshape(len(x), setting(module, "num_groups"), -1)
         variance, mean = torch.var_mean(grouped, 2, correction=0, keepdim=True)
-        scale = torch.rsqrt(variance + _setting(module, "eps"))
+        scale = torch.rsqrt(variance + setting(module, "eps"))
         return ((grouped - mean) * scale).reshape(x.shape), 1.0
-
-    def channels_last(self, module: nn.Module, x: Tensor) -> Tensor:
-        # a view in either memory format
-        return x.movedim(1, -1).flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
-
-
-def _setting(module: nn.Module, name: str) -> Any:
-    return getattr(module, name)

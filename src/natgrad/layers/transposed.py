@@ -7,12 +7,11 @@ what an input gives: it is no part of the matrix.
 """
 
 import math
-from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from natgrad.layers.block import Layout, Observed
-from natgrad.layers.matrices import Conv, batched, geometry_of, setting
+from natgrad.layers.block import Layout, setting
+from natgrad.layers.matrices import Conv, batched, geometry_of
 from natgrad.math.conv.moments import conv_input_parts, conv_output_parts
 from natgrad.math.examples import (
     conv_gradients,
@@ -55,28 +54,15 @@ class ConvTranspose(Conv):
             1, super().vectors(module, y) // math.prod(setting(module, "stride"))
         )
 
-    def observe(
-        self, module: nn.Module, x: Tensor, y: Tensor, want: Collection[str]
-    ) -> Observed:
-        if "A" not in want:
-            return Observed()
+    def input_moment(self, module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
         x = batched(x, self.weight(module).dim() - 2)
         size = self.part_size(module, "right")
         moment = conv_output_parts(x, setting(module, "groups"), size)
-        return Observed(moments={"A": moment}, positions=x.numel() // x.shape[1])
+        return moment, x.numel() // x.shape[1]
 
-    def gradient_moments(
-        self,
-        module: nn.Module,
-        g: Tensor,
-        kept: tuple[Tensor, ...],
-        want: Collection[str],
-    ) -> dict[str, Tensor]:
-        if "G" not in want:
-            return {}
-        geometry = geometry_of(module, bias=False)
-        size = self.part_size(module, "left")
-        return {"G": conv_input_parts(batched(g, len(geometry.kernel)), geometry, size)}
+    def output_moment(self, module: nn.Module, g: Tensor) -> Tensor:
+        geometry, size = geometry_of(module, bias=False), self.part_size(module, "left")
+        return conv_input_parts(batched(g, len(geometry.kernel)), geometry, size)
 
     def scale_moment(
         self, module: nn.Module, x: Tensor, g: Tensor, right: Tensor, left: Tensor

@@ -1,19 +1,18 @@
 """Learning rate and momentum of parameter groups, as the quadratic model has them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from natgrad.math import foreach
 from natgrad.quadratic.options import AUTO
-from natgrad.quadratic.tuner import Lambda, Tuner, refuse_scaler
+from natgrad.quadratic.tuner import Tuner
 from natgrad.rules.motion import Average
 
 if TYPE_CHECKING:
     from natgrad.options import Options
-    from natgrad.spngd import SPNGD
 
 Moves = Iterable[tuple[dict[str, Any], Average, list[Tensor], list[Tensor]]]
 """Groups with what their momentum is an average of, parameters and updates."""
@@ -45,21 +44,25 @@ class Rates:
 
     A group's ``lr`` is what was found times its scale, which begins with 1. A scheduler
     that multiplies ``lr`` multiplies the scale.
+
+    Args:
+        optimizer: the one that has the groups.
+        tuner: what finds them.
+        averages: returns every parameter that is the optimizer's, with what its
+            momentum is an average of.
+        restart: has the passes since the last step not count.
     """
 
     def __init__(
         self,
-        optimizer: "SPNGD",
-        options: "Options",
-        damping: Lambda | None,
-        scaler: torch.amp.GradScaler | None,
+        optimizer: Optimizer,
+        tuner: Tuner,
+        averages: Callable[[], Iterable[tuple[Tensor, Average]]],
+        restart: Callable[[], None],
     ) -> None:
-        if scaler is not None:
-            refuse_scaler()
-        self._optimizer = optimizer
-        self._tuner = Tuner(optimizer.engine, options, damping)
-        self._tuner.written = [(float(g["lr"]), 1.0) for g in self._groups]
-        optimizer.engine.tuner = self._tuner
+        self._optimizer, self._tuner = optimizer, tuner
+        self._averages, self._restart = averages, restart
+        tuner.written = [(float(g["lr"]), 1.0) for g in self._groups]
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -76,7 +79,7 @@ class Rates:
         if tuner.finds_lr and tuner.regrets(*self._last()):
             tuner.fail()
             self._take_back()
-            optimizer.engine.restart()
+            self._restart()
             loss = tuner.evaluate(closure, optimizer.zero_grad)
         return loss
 
@@ -84,19 +87,14 @@ class Rates:
         """The last step and the weight decay, by name."""
         velocities = {id(p): v for p, v in self._velocities()}
         decays = {id(p): g["weight_decay"] for g in self._groups for p in g["params"]}
-        named = self._optimizer.engine.model.named_parameters()
-        mine = [(n, id(p)) for n, p in named if id(p) in velocities]
+        mine = [(n, i) for i, n in self._tuner.names().items() if i in velocities]
         last = {n: velocities[i] for n, i in mine}
         return last, {n: float(decays[i]) for n, i in mine}
 
     def _velocities(self) -> list[tuple[Tensor, Tensor]]:
         """Our parameters, with their last change."""
-        engine, state = self._optimizer.engine, self._optimizer.state
-        return [
-            (p, engine.parts[block.name].average.velocity(state, p))
-            for block in engine.blocks
-            for p in (() if block.is_foreign else block.parameters)
-        ]
+        state = self._optimizer.state
+        return [(p, average.velocity(state, p)) for p, average in self._averages()]
 
     def find(self, moves: Moves) -> None:
         """Write the rates of the coming change into the groups."""
@@ -104,8 +102,7 @@ class Rates:
         scales = [self._scale(i) for i in range(len(self._groups))]
         first = scales[0] or 1.0
         parts = {id(g): s / first for g, s in zip(self._groups, scales, strict=True)}
-        named = self._optimizer.engine.model.named_parameters()
-        names = {id(p): name for name, p in named}
+        names = tuner.names()
         update: dict[str, Tensor] = {}
         last: dict[str, Tensor] = {}
         decay: dict[str, float] = {}

@@ -1,29 +1,30 @@
 """Damping, learning rate and momentum, found by the quadratic model of the loss."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from natgrad.capture.recorder import Capture
+from natgrad.capture.sampling import drawn_backward
 from natgrad.factors.averages import damping_at
+from natgrad.factors.statistics import Statistics
 from natgrad.math.outputs import Product, sampled_gradients
 from natgrad.math.quadratic import (
-    adapted,
     change,
     minimiser,
     paced,
     reduction_ratio,
     trusted,
 )
+from natgrad.quadratic.damping import Lambda
 from natgrad.quadratic.model import Along, measure, output_hessian
-from natgrad.quadratic.options import AUTO, AutoDamping
+from natgrad.quadratic.options import AUTO
 from natgrad.quadratic.replay import Closure, Replay, Run, Weights
 
 if TYPE_CHECKING:
-    from natgrad.engine.engine import Engine
     from natgrad.options import Options
 
 FOUND = ("ratio", "lr", "momentum", "trust")
@@ -33,59 +34,15 @@ GROWN = 2.0
 the model predicted for its own."""
 
 
-class Lambda:
-    """The damping as it is now: what `natgrad.Options.damping` is to the engine."""
-
-    def __init__(self, options: AutoDamping) -> None:
-        self.options = options
-        self.value = options.initial
-        self.first = options.initial
-        self.streak = 0
-
-    def __call__(self, step: int) -> float:
-        """That of any step; 1 before there was one."""
-        return 1.0 if self.value is None else self.value
-
-    def __repr__(self) -> str:
-        return repr(self.options)
-
-    def start(self, value: float) -> None:
-        """Begin with a damping that was found."""
-        self.value = self.first = value
-
-    def follow(self, ratio: float, trust: float) -> None:
-        """Learn how well the model predicted the last step."""
-        assert self.value is not None
-        assert self.first is not None
-        o, old = self.options, self.value
-        factor = o.factor**o.every
-        value, self.streak = adapted(old, ratio, factor, self.streak, trust)
-        self.value = min(max(value, o.lowest * self.first), o.highest * self.first)
-
-
-def with_value(options: "Options") -> "tuple[Options, Lambda | None]":
-    """Options whose automatic damping has a value, and what that is changed by."""
-    if not isinstance(options.damping, AutoDamping):
-        return options, None
-    damping = Lambda(options.damping)
-    return dataclasses.replace(options, damping=damping), damping
-
-
-def refuse_scaler() -> None:
-    """Raise: a `GradScaler` cannot step with a closure."""
-    raise ValueError(
-        "Invalid grad_scaler beside lr='auto', momentum='auto' or damping='auto': a "
-        "GradScaler takes no closure. Must be None: train in bfloat16 or float32."
-    )
-
-
 class Tuner:
     """Runs closures, and finds what is ``"auto"``.
 
     Args:
-        engine: of the optimizer.
+        model: the plain module.
+        statistics: of its layers, which count the steps.
+        capture: what listens to its forwards and backwards.
         options: as they were given, with ``"auto"`` in them.
-        damping: what the engine has for its damping, if that is automatic.
+        damping: the value of the damping, if that is automatic.
 
     Attributes:
         ratio: the last reduction ratio; NaN before the first.
@@ -95,17 +52,18 @@ class Tuner:
     """
 
     def __init__(
-        self, engine: "Engine", options: "Options", damping: Lambda | None
+        self,
+        model: nn.Module,
+        statistics: Statistics,
+        capture: Capture,
+        options: "Options",
+        damping: Lambda | None,
     ) -> None:
-        if engine.sharded:
-            raise ValueError(
-                'Invalid "auto" for a sharded model: the quadratic model needs whole '
-                "weights. Must be numbers."
-            )
-        self._engine, self._options, self._damping = engine, options, damping
+        self._model, self._statistics, self._capture = model, statistics, capture
+        self._options, self._damping = options, damping
         self.finds_lr = options.lr == AUTO
         self.finds_momentum = options.momentum == AUTO
-        self._replay = Replay(engine.model, engine.capture.ignoring)
+        self._replay = Replay(model, capture.ignoring)
         self.ratio = math.nan
         self.lr = self.momentum = math.nan
         self.trust = 1.0
@@ -124,15 +82,15 @@ class Tuner:
         """Whether damping learns from this step."""
         if self._damping is None:
             return False
-        step, every = self._engine.step, self._damping.options.every
+        step, every = self._statistics.step, self._damping.options.every
         # at first, and after a step that was bad, the next may be as bad
         return step < every or step % every == 0 or self.ratio < 0
 
     def damping(self) -> float:
         """Lambda of the quadratic model."""
-        parts = self._engine.options.parts()
+        parts = self._statistics.options.parts()
         in_units = parts.rule.natural and getattr(parts.rule, "style", "") != "relative"
-        return damping_at(parts.damping, self._engine.step) if in_units else 0.0
+        return damping_at(parts.damping, self._statistics.step) if in_units else 0.0
 
     def evaluate(self, closure: Any, zero_grad: Callable[[], None]) -> Tensor:
         """Run closures and their backwards; returns the loss of all of them.
@@ -146,11 +104,11 @@ class Tuner:
                 "step(closure), which returns (outputs, loss) and does not call "
                 "backward: step() does."
             )
-        engine, sampled = self._engine, self._options.fisher == "sampled"
+        sampled = self._options.fisher == "sampled"
         zero_grad()
         self._runs, self._hessians = [], []
         if sampled:  # the gradients drawn have the scale of the whole step's loss
-            engine.capture.set_loss_terms(1, whole_step=True)
+            self._capture.set_loss_terms(1, whole_step=True)
         share = 1 / len(closures) if self._options.accumulation == "mean" else 1.0
         with torch.enable_grad():
             for each in closures:
@@ -161,24 +119,22 @@ class Tuner:
         return torch.stack(losses).sum()
 
     def _run(self, closure: Closure, share: float, sampled: bool) -> None:
-        engine = self._engine
-        run = Run(closure, [engine.like.device], share)
-        with engine.capture.ignoring():
+        capture, blocks = self._capture, self._statistics.block.values()
+        run = Run(closure, [self._statistics.like.device], share)
+        with capture.ignoring():
             product = output_hessian(run, self._options.hessian)
-        if sampled and engine.capture.armed.due:
-            with engine.capture.ignoring():
+        if sampled and capture.armed.due:
+            with capture.ignoring():
                 drawn = sampled_gradients(run.outputs, product)
-            engine.drawn_backward(run.outputs, drawn)
+            drawn_backward(capture, blocks, run.outputs, drawn)
         (run.loss * share).backward(retain_graph=True)  # pyright: ignore[reportUnknownMemberType]
         self._runs.append(run)
         self._hessians.append(product)
 
     def _first_damping(self) -> float:
         """The curvature along the mean gradient of all ranks."""
-        comm, weights, own = self._engine.comm, self._weights(), self._gradients()
-        trained = {
-            n for n, p in self._engine.model.named_parameters() if p.requires_grad
-        }
+        comm, weights, own = self._statistics.comm, self._weights(), self._gradients()
+        trained = {n for n, p in self._model.named_parameters() if p.requires_grad}
         gradients = {
             n: own[n] if n in own else torch.zeros_like(w)
             for n, w in weights.items()
@@ -190,11 +146,15 @@ class Tuner:
         found = along.products[0][0] / (along.squares[0][0] or 1.0)
         return found if found > 0 and math.isfinite(found) else 1.0
 
+    def names(self) -> dict[int, str]:
+        """The names of parameters, by their ids."""
+        return {id(p): name for name, p in self._model.named_parameters()}
+
     def _weights(self) -> dict[str, Tensor]:
-        return {n: p.detach() for n, p in self._engine.model.named_parameters()}
+        return {n: p.detach() for n, p in self._model.named_parameters()}
 
     def _gradients(self) -> dict[str, Tensor]:
-        named = self._engine.model.named_parameters()
+        named = self._model.named_parameters()
         return {n: p.grad for n, p in named if p.grad is not None}
 
     def along(
@@ -209,7 +169,7 @@ class Tuner:
             self._replay,
             self._runs,
             self._hessians,
-            self._engine.comm,
+            self._statistics.comm,
             weights=weights,
             gradients=gradients,
             decay=decay,
@@ -232,7 +192,7 @@ class Tuner:
         self._expected = self._predicted = None
         if not (self.finds_lr or self.finds_momentum or self.is_due):
             return 1.0, 1.0
-        if not self.is_due and self._engine.step < self._again:
+        if not self.is_due and self._statistics.step < self._again:
             self._predicted = self._promised  # what a bad step is known by
             return self._scaled(self._solution, scale)
         lr, momentum = self.finds_lr, self.finds_momentum
@@ -241,7 +201,7 @@ class Tuner:
         damped = along.damped(self.damping())
         found = minimiser(along.slopes, damped, fixed)
         self._interval = paced(self._interval, self._solution, found, self.ratio)
-        self._again = self._engine.step + self._interval
+        self._again = self._statistics.step + self._interval
         self._solution = found
         if lr:
             self.trust = trusted(self.trust, along.slopes[1], damped[1][1])
@@ -303,7 +263,7 @@ class Tuner:
             return True
         before, predicted, decay = expected
         after = self._objective(decay, self._weights())
-        least = 4 * torch.finfo(self._engine.like.dtype).eps * abs(before)
+        least = 4 * torch.finfo(self._statistics.like.dtype).eps * abs(before)
         self.ratio = reduction_ratio(before, after, predicted, least)
         self._damping.follow(self.ratio, self.trust)
         if self.ratio < 0:
@@ -334,7 +294,7 @@ class Tuner:
         weights = self._weights() if weights is None else weights
         for name in (n for n in decay if decay[n]):
             total = total + decay[name] * weights[name].double().square().sum() / 2
-        comm = self._engine.comm
+        comm = self._statistics.comm
         return float(comm.agree(total.reshape(1))) / comm.world
 
     def end(self) -> None:

@@ -8,7 +8,13 @@ from torch import nn
 
 import natgrad
 from natgrad import EKFAC, Adam, EigenAdam, Kronecker, Orthogonal, Plain
-from natgrad.diagnostics.groups import HEADER, flops_of, group_rows, labelled, short
+from natgrad.diagnostics.groups import (
+    HEADER,
+    blocks_by_group,
+    flops_of,
+    group_rows,
+    short,
+)
 from natgrad.plan import make_plan
 
 
@@ -84,7 +90,7 @@ def test_ranks_and_bytes_are_the_plans() -> None:
     rule = Kronecker(source="gradients", power=0.25, style="whole")
     with natgrad.SPNGD(model, lr=0.1, rule=rule) as optimizer:
         engine = optimizer.engine
-        blocks = labelled(engine.blocks, optimizer.param_groups)
+        blocks = blocks_by_group(engine.blocks, optimizer.param_groups)
         plan = make_plan([b.spec for b in engine.blocks], world=4, strategy="spngd")
         _, row = group_rows(blocks, plan, engine.statistics.cost, 4)
     found = dict(zip(HEADER, row, strict=True))

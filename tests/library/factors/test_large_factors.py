@@ -177,7 +177,7 @@ class Dense(Linear):
     name = "dense"
 
     def part_size(self, module: nn.Module, side: str) -> int:
-        return self.layout(module).part_size(side, None)
+        return self.layout(module).cut(side, None)[1]
 
 
 class Own(nn.Linear):

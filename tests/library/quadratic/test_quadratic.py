@@ -296,3 +296,12 @@ def test_a_scheduler_multiplies_what_is_found() -> None:
         optimizer.step(closure_of(model, part))
         found.append(float((theta_of(model) - theta).norm()))
     assert found[1] == pytest.approx(found[0] / 2)
+
+
+def test_a_scaler_is_refused() -> None:
+    model, scaler = mlp(), torch.amp.GradScaler("cpu")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="takes no closure"):
+        natgrad.SPNGD(model, lr="auto", grad_scaler=scaler)
+    with pytest.raises(ValueError, match="takes no closure"):
+        natgrad.KFAC(model, sgd, damping="auto", grad_scaler=scaler)

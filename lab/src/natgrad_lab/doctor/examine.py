@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from natgrad import CommError, CommOptions
-from natgrad.distributed.communicator import Communicator
+from natgrad.distributed import Communicator
 from natgrad.plan import (
     EXCHANGES,
     Plan,

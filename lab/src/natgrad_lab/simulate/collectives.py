@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from natgrad.distributed.communicator import Communicator
+from natgrad.distributed import Communicator
 from natgrad.plan import (
     BlockSpec,
     Plan,

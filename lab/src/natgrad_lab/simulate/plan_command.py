@@ -12,7 +12,7 @@ import tyro
 from rich.table import Table
 
 from natgrad import Options
-from natgrad.diagnostics.groups import group_rows
+from natgrad.diagnostics import group_rows
 from natgrad.plan import (
     FLOAT_BYTES,
     Choice,

@@ -17,7 +17,7 @@ from torch import nn
 
 import natgrad
 from natgrad import SPNGD, Free, Options, Rule
-from natgrad.diagnostics.groups import labelled
+from natgrad.diagnostics import blocks_by_group
 from natgrad.layers import Block, LayerOptions, find_blocks
 from natgrad.math.statistics import enough_stride
 from natgrad.plan import BlockSpec, StatisticSpec
@@ -136,7 +136,7 @@ def ruled_work(
     kind = natgrad.Polar if groups is None else SPNGD
     with kind(model, groups, options=chosen) as optimizer:
         blocks = optimizer.engine.blocks
-        ruled = labelled(blocks, optimizer.param_groups)
+        ruled = blocks_by_group(blocks, optimizer.param_groups)
     return replace(_measure(name, model, example, blocks), ruled=tuple(ruled))
 
 

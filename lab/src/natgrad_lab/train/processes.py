@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad import CommError
-from natgrad.distributed.watchdog import Pulse
+from natgrad.distributed import Pulse
 from natgrad_lab.train.meeting import meet
 
 
