@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from natgrad.capture.sink import INPUTS, Sent, Sink
 from natgrad.layers import Block, Observed
-from natgrad.layers.layout import StatisticSpec
 from natgrad.math.packing import flatten, trace
 from natgrad.math.shards import local
 from natgrad.math.statistics import Rows, widen
+from natgrad.plan.spec import StatisticSpec
 
 Leaf = Callable[[], Tensor]
 Use = Literal["learned", "asked"]
