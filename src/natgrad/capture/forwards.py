@@ -22,7 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,9 @@ from natgrad.layers import Block, Observed
 from natgrad.math.packing import flatten, trace
 from natgrad.math.shards import local
 from natgrad.math.statistics import Rows, widen
-from natgrad.plan.spec import StatisticSpec
+
+if TYPE_CHECKING:
+    from natgrad.plan.spec import StatisticSpec
 
 Leaf = Callable[[], Tensor]
 Use = Literal["learned", "asked"]
@@ -277,7 +279,7 @@ class Call:
             if not (self.is_apart and s.kind == INPUTS):
                 yield s.name
 
-    def kinds(self, *, based: bool) -> Iterator[StatisticSpec]:
+    def kinds(self, *, based: bool) -> Iterator["StatisticSpec"]:
         """The statistics that it adds to; S only if there are bases to have it in."""
         for s in self.block.spec.statistics:
             if s.kind in self.want and (s.kind != "S" or based):
