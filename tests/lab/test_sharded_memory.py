@@ -9,13 +9,15 @@ from benchmarks.sharded.memory import STATE, planned, state
 from benchmarks.sharded.models import SIZES, Transformer
 from benchmarks.sharded.peak import Rank
 from tests.support.world import run_world
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import natgrad
 from natgrad.math.packing import packed_size
 from natgrad.math.shards import local
+from natgrad.plan import make_plan
+from natgrad_lab.simulate.memory import momentum_of
 
 STEPS = 3
 
@@ -112,3 +114,13 @@ def test_a_rank_has_in_use_what_was_planned_and_peaks_fall_with_more_of_them() -
             # more than the square root of the world: some parts are those of a layer
             for point, bytes_ in alone.setdefault(method, most).items():
                 assert most[point] <= bytes_ / world**0.5, (method, world, point)
+
+
+def test_planned_momentum_falls_with_the_world() -> None:
+    wide = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)), nn.PReLU(256))
+
+    def most(world: int) -> int:
+        plan = make_plan(wide, world=world, gradients="sharded")
+        return max(momentum_of(plan, sharded=True))
+
+    assert most(4) < 0.35 * most(1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.published import lower_bound
 from tests.support.world import run_world
 
 from natgrad import KFAC, Every, Free
@@ -17,7 +18,7 @@ from natgrad.distributed.communicator import Communicator
 from natgrad.plan import EXCHANGES, HardwareProfile, Message, Wiring, make_plan
 from natgrad.plan.autotune import exchange_seconds, predict
 from natgrad.plan.autotune.profile import Collective, ModelTimes
-from natgrad.plan.loads import loads_of, lower_bound
+from natgrad.plan.loads import inversion_loads
 from natgrad_lab.errors import UserError
 from natgrad_lab.models import build
 from natgrad_lab.simulate import calibrate, collectives, operations
@@ -352,7 +353,7 @@ def test_longest_first_is_near_the_lower_bound(model: str, world: int) -> None:
     slowest: dict[str, float] = {}
     for placement in ("longest_first", "round_robin"):
         plan = make_plan(specs, world=world, placement=placement, costs=cost)
-        slowest[placement] = max(loads_of(plan))
+        slowest[placement] = max(inversion_loads(plan))
         bound = lower_bound(plan)
     assert slowest["longest_first"] <= 1.05 * bound
     assert slowest["round_robin"] >= slowest["longest_first"]

@@ -15,7 +15,7 @@ class Plain(Rule):
     """The direction as it is."""
 
     name: ClassVar[str] = "plain"
-    elementwise: ClassVar[bool] = True
+    descends: ClassVar[bool] = True
 
     def apply(self, x: Matrices) -> Tensor:
         """V."""
@@ -36,7 +36,7 @@ class Adam(Rule):
 
     name: ClassVar[str] = "adam"
     adapts: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = True
+    descends: ClassVar[bool] = True
 
     rate: float = 1.0
     beta2: float = 0.95

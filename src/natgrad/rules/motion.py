@@ -142,16 +142,17 @@ class AverageGradients(Average):
     ) -> Sequence[Tensor]:
         """Add gradients to their running averages; returns those, without bias."""
         m, velocity = momentum, [self.velocity(state, p) for p in params]
-        foreach.scale_(velocity, m)
-        foreach.add_(velocity, gradients, 1 - m)
+        foreach.lerp_(velocity, gradients, 1 - m)
+        masses = list[float]()
         for p in params:
-            state[p][MASS] = m * state[p][MASS] + 1 - m
-        masses = [state[p][MASS] for p in params]
-        if self.nesterov:
-            velocity = foreach.scaled(velocity, m)
-            foreach.add_(velocity, gradients, 1 - m)
-            masses = [m * mass + 1 - m for mass in masses]
-        return foreach.divided(velocity, masses)
+            entry = state[p]
+            entry[MASS] = mass = m * entry[MASS] + 1 - m
+            masses.append(mass)
+        if not self.nesterov:
+            return foreach.divided(velocity, masses)
+        ahead = foreach.lerp(velocity, gradients, 1 - m)
+        foreach.divide_(ahead, [m * mass + 1 - m for mass in masses])
+        return ahead
 
     def noise(self, momentum: float) -> float:
         """That of a long average."""

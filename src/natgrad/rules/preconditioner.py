@@ -50,7 +50,7 @@ class Preconditioner:
             with self.statistics.meter("precondition", shares):
                 v, rule = _joined(group, directions), group[0].rule
                 u = rule.apply(self._seen(group, v, directions, gradients))
-                u = u if rule.elementwise else descending(v, u, len(group))
+                u = u if rule.descends else descending(v, u, len(group))
             parts = [u] if len(group) == 1 else u.split(len(u) // len(group))
             updates.update(zip(shares, parts, strict=True))
         return updates
