@@ -22,17 +22,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.capture.sink import INPUTS, Sent, Sink
 from natgrad.layers import Block, Observed
-from natgrad.layers.layout import StatisticSpec
 from natgrad.math.packing import flatten, trace
 from natgrad.math.shards import local
 from natgrad.math.statistics import Rows, widen
+
+if TYPE_CHECKING:
+    from natgrad.plan.spec import StatisticSpec
 
 Leaf = Callable[[], Tensor]
 Use = Literal["learned", "asked"]
@@ -277,7 +279,7 @@ class Call:
             if not (self.is_apart and s.kind == INPUTS):
                 yield s.name
 
-    def kinds(self, *, based: bool) -> Iterator[StatisticSpec]:
+    def kinds(self, *, based: bool) -> Iterator["StatisticSpec"]:
         """The statistics that it adds to; S only if there are bases to have it in."""
         for s in self.block.spec.statistics:
             if s.kind in self.want and (s.kind != "S" or based):

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from natgrad.layers.block import NO_MODULE, Block, LayerKind, trainable
-from natgrad.layers.layout import spec_of
 from natgrad.layers.matrices import Matrix
 from natgrad.layers.options import LayerOptions
+from natgrad.layers.specs import spec_of
 from natgrad.layers.table import kind_of, type_name, why_unknown
 from natgrad.plan.spec import BlockSpec
 

@@ -44,7 +44,7 @@ class Item:
     destinations: Ranks
 
     @property
-    def legs(self) -> list[tuple[int, Ranks]]:
+    def routes(self) -> list[tuple[int, Ranks]]:
         """Of a share: each source with the ranks it serves, its row of the grid.
 
         Receivers, in order, are divided evenly among the sources, in order.
@@ -116,7 +116,7 @@ def _count_reduction(item: Item, sent: Tally[int], received: Tally[int]) -> None
 
 
 def _count_share(item: Item, sent: Tally[int], received: Tally[int]) -> None:
-    sent.add(tuple(source for source, _ in item.legs), item.elements)
+    sent.add(tuple(source for source, _ in item.routes), item.elements)
     received.add(item.destinations, item.elements)
     overlap = set(item.sources) & set(item.destinations)
     received.add(tuple(overlap), -item.elements)

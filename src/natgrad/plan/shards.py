@@ -207,7 +207,7 @@ def _moves(item: Item) -> list[Move]:
         Move(
             name=item.name, elements=item.elements, source=source, destination=receiver
         )
-        for source, receivers in item.legs
+        for source, receivers in item.routes
         for receiver in receivers
     ]
 
