@@ -202,7 +202,7 @@ def weight_norms(blocks: "Sequence[Block]", like: Tensor) -> Tensor:
 
 def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
     """Scalars as one vector."""
-    return torch.stack([x.to(like) for x in numbers])
+    return torch.stack([x if x.dtype == like.dtype else x.to(like) for x in numbers])
 
 
 @dataclass(frozen=True, kw_only=True)
