@@ -1,4 +1,4 @@
-"""A block: one layer (or several that share a weight), and what its kind must say."""
+"""A block, which is one layer or several that share a weight, and `LayerKind`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -69,7 +69,7 @@ class Observed:
     members: Tensor | None = None
 
     def stand_for(self, scale: float) -> None:
-        """Each example that was looked at counts for so many; their sum is whole."""
+        """Scale the sums of some of the examples to those of all."""
         if scale != 1.0:
             for moment in self.moments.values():
                 moment.mul_(scale)
