@@ -1,4 +1,4 @@
-"""What every block does, looked at every so many steps: `watch` and `diagnostics`.
+"""Records what every block does, every so many steps: `watch` and `diagnostics`.
 
 A look is one record: a dict of numbers, the same on all ranks. Spectra and changes come
 from the rank that owns a statistic, norms and angles from the first that works on the
