@@ -161,7 +161,7 @@ class Preconditioner:
 
         Or forget them. See Note [Second moments and bases].
         """
-        if not old:
+        if not old or not self.statistics.last.inverted:
             return
         new = self.bases()
         changed = [name for name in old if is_replaced(old[name], new[name])]
@@ -180,6 +180,10 @@ class Preconditioner:
             state.history = [moved(x, shape, *pair) for x in state.history]
             if state.inverse is not None:
                 state.inverse = (moved(state.inverse[0], shape, *pair),)
+        # what the next step applies first is joined in the step that changed it
+        late = [self.statistics.block[name] for name in old if rules[name].late]
+        for group in self._groups(late):
+            self._inverses(group)
 
     def _scales(self, blocks: Sequence[str]) -> "list[StatisticState]":
         """The S of blocks that have one."""
