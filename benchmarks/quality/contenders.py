@@ -325,9 +325,9 @@ def make(
             split = embeddings(model, options.fallback)
         elif contender.split == "fixed":
             every = list(model.named_parameters())
-            hidden = [(n, p) for n, p in every if is_hidden(n) and p.dim() > 1]
+            inside = [(n, p) for n, p in every if is_hidden(n) and p.dim() > 1]
             rest = [(n, p) for n, p in every if not (is_hidden(n) and p.dim() > 1)]
-            split = [{"params": hidden, "decay": FixedNorm()}, {"params": rest}]
+            split = [{"params": inside, "decay": FixedNorm()}, {"params": rest}]
         elif contender.split:
             split = natgrad.groups(model, options.rule, rest=options.fallback)
         else:

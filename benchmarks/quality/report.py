@@ -58,7 +58,8 @@ def by_setting(records: Iterable[Record]) -> dict[Setting, dict[str, list[Record
     found: dict[Setting, dict[str, list[Record]]] = {}
     for r in records:
         setting = (r["protocol"], r["steps"], r["batch"])
-        name = SAME.get((r["protocol"], r["contender"]), r["contender"])
+        own: str = r["contender"]
+        name = SAME.get((r["protocol"], own), own)
         runs = found.setdefault(setting, {}).setdefault(name, [])
         runs.append({**r, "contender": name})
     return dict(sorted(found.items()))

@@ -13,7 +13,7 @@ from natgrad.factors.budget import Budget
 from natgrad.factors.refresh import Adaptive, Every, Paced, Refresh, Scheduled
 from natgrad.kfac import KFAC
 from natgrad.layers import LayerKind, register_layer
-from natgrad.layers.split import GroupList, groups
+from natgrad.layers.groups import GroupList, groups
 from natgrad.math.inverse import InverseError
 from natgrad.options import Options
 from natgrad.plan import hybrid

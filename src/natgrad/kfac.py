@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 
 from natgrad import options as o
 from natgrad.capture.hooks import as_written
-from natgrad.checkpoint.optimizer_state import Uncopied, require_free, travel_with
+from natgrad.checkpoint.optimizer_state import CopyGuard, attach_state, require_free
 from natgrad.engine.engine import Engine
 from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Refresh
 from natgrad.layers import Block
 from natgrad.layers.block import require_known
-from natgrad.layers.split import Named, parameters_of
+from natgrad.layers.groups import Named, parameters_of
 from natgrad.layers.unwrap import unwrap
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy
@@ -82,7 +82,8 @@ class KFAC(Inspectable):
         unwrap(model)  # a model that is none is told before what it lacks
         self.optimizer = optimizer
         chosen = given(
-            self.defaults if isinstance(options, NotGiven) else options,
+            self.defaults,
+            options,
             rule=NOT_GIVEN if isinstance(rule, Sequence) else rule,
             length=length,
             damping=damping,
@@ -115,8 +116,8 @@ class KFAC(Inspectable):
         if optimizer is not None:
             # also inside a compiled optimizer.step
             handle = optimizer.register_step_pre_hook(as_written(self._before_step))
-            self._handles = [handle, *travel_with(optimizer, self.engine)]
-            self._handles.append(Uncopied(optimizer))
+            self._handles = [handle, *attach_state(optimizer, self.engine)]
+            self._handles.append(CopyGuard(optimizer))
         if optimizer is not None and self.engine.tuner is not None:
             handle = optimizer.register_step_post_hook(as_written(self._after_step))
             self._handles.append(handle)
@@ -222,12 +223,13 @@ class KFAC(Inspectable):
         """
         return getattr(self.optimizer, "grad_scale", None)
 
-    def close(self) -> None:
-        """Remove every hook from the model and the optimizer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.engine.close()
+    def state_dict(self) -> dict[str, Any]:
+        """Statistics, inverses and timing, as tensors and numbers."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict` of the same model and options."""
+        self.engine.load_state_dict(state)
 
 
 def _changes(block: Block) -> bool:

@@ -313,7 +313,7 @@ def _leaves(kind: type) -> list[type]:
     return below or [kind]
 
 
-def take_parts(group: dict[str, Any], options: Options) -> Parts:
+def parts_of_group(group: dict[str, Any], options: Options) -> Parts:
     """The parts of a parameter group's update; the group keeps them as plain data."""
     own = {name: group[name] for name in NAMES if name in group}
     if own.get("damping") == AUTO or isinstance(own.get("damping"), AutoDamping):
@@ -330,8 +330,10 @@ def take_parts(group: dict[str, Any], options: Options) -> Parts:
     return dataclasses.replace(options, **own).parts()
 
 
-def usual(name: str, defaults: Options, auto: Options | None, *rates: Any) -> Options:
-    """Of a class: its defaults, or what it has if one of the rates is to be found."""
+def defaults_for(
+    name: str, defaults: Options, auto: Options | None, *rates: Any
+) -> Options:
+    """The defaults of a class, or those that it has if one of the rates is "auto"."""
     asked = [x for x in rates if x == AUTO or isinstance(x, AutoDamping)]
     if not asked:
         return defaults
@@ -353,8 +355,10 @@ class NotGiven:
 NOT_GIVEN = NotGiven()
 
 
-def given(options: Options, **changes: Any) -> Options:
-    """Options with those changes that were given."""
+def given(defaults: Options, options: Options | NotGiven, **changes: Any) -> Options:
+    """The options that were given, or the defaults, with the changes that were."""
+    if isinstance(options, NotGiven):
+        options = defaults
     if not isinstance(options, Options):
         raise TypeError(
             f"Invalid options={options!r}. Must be an Options value, such as "

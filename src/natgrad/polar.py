@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from natgrad.factors.refresh import Every, Paced
-from natgrad.layers.split import groups_by_role
+from natgrad.layers.groups import groups_by_role
 from natgrad.options import Options
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.lengths import LayerTrust

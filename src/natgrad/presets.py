@@ -1,6 +1,6 @@
-"""Optimizers that people search by name: `SPNGD` with other options."""
+"""Published optimizers by their names: `SPNGD` with other options."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -9,9 +9,9 @@ from torch import nn
 
 from natgrad import options as o
 from natgrad.factors.refresh import Every, Refresh
-from natgrad.layers.split import groups as usual_groups
+from natgrad.layers.groups import groups as usual_groups
 from natgrad.math.polar import MUON, Quintic
-from natgrad.options import NOT_GIVEN, NotGiven, Options
+from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy
 from natgrad.polar import Polar
 from natgrad.requiring import require_count
@@ -35,17 +35,15 @@ class _Preset(SPNGD):
         return usual_groups(model, options.rule)
 
 
-def _start(preset: SPNGD, options: Options | NotGiven) -> Options:
-    """The options to change: those given, or the preset's."""
-    return type(preset).defaults if isinstance(options, NotGiven) else options
-
-
-def _or(value: Any, usual: Any) -> Any:
-    return usual if isinstance(value, NotGiven) else value
+def _made(value: Any, make: Callable[[Any], Any]) -> Any:
+    """What a published argument stands for here, if it is given."""
+    return value if isinstance(value, NotGiven) else make(value)
 
 
 def _either(name: str, ours: Any, alias: str, theirs: Any) -> Any:
-    """What a public argument says; raises if ours says something too."""
+    """What our argument says, or the published one; raises if both say something."""
+    if isinstance(theirs, NotGiven):
+        return ours
     if not isinstance(ours, NotGiven):
         raise ValueError(
             f"Invalid {name}={ours!r} with {alias}: both say the same thing. Must be "
@@ -58,10 +56,9 @@ def _interval(
     refresh: Refresh | NotGiven, name: str, every: int | NotGiven
 ) -> Refresh | NotGiven:
     """Statistics in every step, inverses or bases every so many."""
-    if isinstance(every, NotGiven):
-        return refresh
-    require_count(name, every)
-    return _either("refresh", refresh, name, Every(1, every))
+    if not isinstance(every, NotGiven):
+        require_count(name, every)
+    return _either("refresh", refresh, name, _made(every, lambda k: Every(1, k)))
 
 
 class Muon(_Preset):
@@ -118,14 +115,14 @@ class Muon(_Preset):
         grad_scaler: torch.amp.GradScaler | None = None,
         options: Options | NotGiven = NOT_GIVEN,
     ) -> None:
-        chosen = _start(self, options)
-        if not isinstance(nesterov, NotGiven):
-            average = AverageGradients(nesterov=nesterov)
-            chosen = replace(chosen, average=average)
-        if not isinstance(adjust_lr_fn, NotGiven):
-            length = MuonLength(adjust=adjust_lr_fn, normalise=False)
-            chosen = replace(chosen, length=length)
-        quintic, count = _or(ns_coefficients, MUON[0]), _or(ns_steps, len(MUON))
+        chosen = given(
+            self.defaults,
+            options,
+            average=_made(nesterov, lambda x: AverageGradients(nesterov=x)),
+            length=_made(adjust_lr_fn, lambda x: MuonLength(adjust=x, normalise=False)),
+        )
+        quintic = MUON[0] if isinstance(ns_coefficients, NotGiven) else ns_coefficients
+        count = len(MUON) if isinstance(ns_steps, NotGiven) else ns_steps
         if (quintic, count) != (MUON[0], len(MUON)):
             require_count("ns_steps", count)
             iteration = (tuple(quintic),) * count
@@ -205,16 +202,13 @@ class SOAP(_Preset):
         grad_scaler: torch.amp.GradScaler | None = None,
         options: Options | NotGiven = NOT_GIVEN,
     ) -> None:
-        chosen = _start(self, options)
-        if not isinstance(betas, NotGiven):
-            own = replace(_SOAP, beta2=betas[1])
-            momentum = _either("momentum", momentum, "betas", betas[0])
-            rule = _either("rule", rule, "betas", own)
-        if not isinstance(shampoo_beta, NotGiven):
-            chosen = replace(chosen, factor_decay=shampoo_beta)
+        chosen = given(self.defaults, options, factor_decay=shampoo_beta)
+        first = _made(betas, lambda x: x[0])
+        adam = _made(betas, lambda x: replace(_SOAP, beta2=x[1]))
+        momentum = _either("momentum", momentum, "betas", first)
+        rule = _either("rule", rule, "betas", adam)
         refresh = _interval(refresh, "precondition_frequency", precondition_frequency)
-        if not isinstance(eps, NotGiven):
-            damping = _either("damping", damping, "eps", eps)
+        damping = _either("damping", damping, "eps", eps)
         super().__init__(
             model,
             groups,
@@ -285,11 +279,9 @@ class Shampoo(_Preset):
         grad_scaler: torch.amp.GradScaler | None = None,
         options: Options | NotGiven = NOT_GIVEN,
     ) -> None:
-        chosen = _start(self, options)
         name, every = "preconditioning_compute_steps", preconditioning_compute_steps
         refresh = _interval(refresh, name, every)
-        if not isinstance(matrix_eps, NotGiven):
-            damping = _either("damping", damping, "matrix_eps", matrix_eps)
+        damping = _either("damping", damping, "matrix_eps", matrix_eps)
         super().__init__(
             model,
             groups,
@@ -302,7 +294,7 @@ class Shampoo(_Preset):
             loss=loss,
             strategy=strategy,
             grad_scaler=grad_scaler,
-            options=chosen,
+            options=options,
         )
 
 

@@ -17,7 +17,7 @@ from natgrad.checkpoint.momentum import (
     restore_velocity,
     worked_on,
 )
-from natgrad.checkpoint.optimizer_state import travel_with
+from natgrad.checkpoint.optimizer_state import attach_state
 from natgrad.engine.agreement import Overflow
 from natgrad.engine.engine import Engine
 from natgrad.engine.step import Directions, Updates
@@ -29,7 +29,7 @@ from natgrad.layers.registration import require_inside
 from natgrad.layers.unwrap import unwrap
 from natgrad.math import foreach
 from natgrad.math.shards import local
-from natgrad.options import NOT_GIVEN, NotGiven, Options, given, take_parts
+from natgrad.options import NOT_GIVEN, NotGiven, Options, given, parts_of_group
 from natgrad.plan import Strategy
 from natgrad.quadratic.damping import with_value
 from natgrad.quadratic.rates import Rates, before_first, require_no_rates
@@ -37,6 +37,7 @@ from natgrad.requiring import require_number
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.lengths import Free
 from natgrad.rules.motion import Average, Decay
+from natgrad.rules.parts import Parts
 from natgrad.rules.rule import Rule
 
 
@@ -109,9 +110,10 @@ class SPNGD(Inspectable, Optimizer):
     ) -> None:
         kind = type(self)
         auto = kind.auto if kind.finds_rates else None
-        usual = o.usual(kind.__name__, kind.defaults, auto, lr, momentum, damping)
+        defaults = kind.__name__, kind.defaults, auto
         chosen = given(
-            usual if isinstance(options, NotGiven) else options,
+            o.defaults_for(*defaults, lr, momentum, damping),
+            options,
             lr=lr,
             momentum=momentum,
             weight_decay=weight_decay,
@@ -129,22 +131,13 @@ class SPNGD(Inspectable, Optimizer):
         mine = [dict(group) for group in groups or self._usual_groups(plain, chosen)]
         require_no_rates(mine, chosen)
         asked, chosen, current = chosen, *with_value(chosen)
-        parts = [take_parts(group, chosen) for group in mine]
+        parts = [parts_of_group(group, chosen) for group in mine]
         Optimizer.__init__(self, mine, rates)
-        for each in self.param_groups:
-            value, decay = each["momentum"], each["weight_decay"]
-            require_number("momentum", value, "in [0, 1)", low=0.0, below=1.0)
-            require_number("weight_decay", decay, "a number >= 0", low=0.0)
-        owned = {
-            id(p): part
-            for group, part in zip(self.param_groups, parts, strict=True)
-            for p in group["params"]
-        }
         self.engine: Engine = Engine(
             model,
             chosen,
             grad_scaler=grad_scaler,
-            groups=owned,
+            groups=_parts_by_id(self.param_groups, parts),
             optimizer=self,
             agrees_on_overflow=True,
         )
@@ -157,7 +150,7 @@ class SPNGD(Inspectable, Optimizer):
                 self._rates = Rates(self, tuner, mine, restart)
         tuned = isinstance(asked.momentum, str)  # "auto"
         check = partial(require_momentum, self, self.engine.statistics, tuned)
-        self._handles = travel_with(self, self.engine, check)
+        self._handles = attach_state(self, self.engine, check)
         self.engine.before_replan.append(self._gather_velocity)
 
     def _usual_groups(self, model: nn.Module, options: Options) -> list[dict[str, Any]]:
@@ -380,21 +373,20 @@ class SPNGD(Inspectable, Optimizer):
     def _group_of(self) -> dict[int, dict[str, Any]]:
         return {id(p): g for g in self.param_groups for p in g["params"]}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Momentum, groups, and the statistics under a key of their own."""
-        return Optimizer.state_dict(self)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Continue from a `state_dict` of the same model and options."""
         Optimizer.load_state_dict(self, state_dict)
         restore_velocity(self, state_dict)
 
-    def __repr__(self) -> str:
-        return Optimizer.__repr__(self)
 
-    def close(self) -> None:
-        """Remove every hook from the model."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.engine.close()
+def _parts_by_id(
+    groups: Iterable[dict[str, Any]], parts: Iterable[Parts]
+) -> dict[int, Parts]:
+    """What updates are made of, by the ids of parameters; raises on illegal rates."""
+    found: dict[int, Parts] = {}
+    for group, part in zip(groups, parts, strict=True):
+        momentum, decay = group["momentum"], group["weight_decay"]
+        require_number("momentum", momentum, "in [0, 1)", low=0.0, below=1.0)
+        require_number("weight_decay", decay, "a number >= 0", low=0.0)
+        found |= dict.fromkeys(map(id, group["params"]), part)
+    return found

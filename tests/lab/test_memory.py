@@ -10,8 +10,8 @@ from torch import nn
 
 import natgrad
 from natgrad import KFAC, SPNGD, Adaptive, Budget, Every, Polar, hybrid
-from natgrad.plan.memory import memory_of, momentum_of
-from natgrad_lab.simulate.memory import keeps_of
+from natgrad.plan.memory import memory_of
+from natgrad_lab.simulate.memory import keeps_of, momentum_of
 
 OFTEN, RARELY = Every(), Every(statistics=1, inverses=3)
 CASES: dict[str, tuple[type, dict[str, Any]]] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.published import lower_bound
 from tests.support.world import run_world
 
 from natgrad import KFAC, Every, Free
@@ -17,7 +18,7 @@ from natgrad.distributed.communicator import Communicator
 from natgrad.plan import EXCHANGES, HardwareProfile, Message, Wiring, make_plan
 from natgrad.plan.autotune import exchange_seconds, predict
 from natgrad.plan.autotune.profile import Collective, ModelTimes
-from natgrad.plan.loads import loads_of, lower_bound
+from natgrad.plan.loads import inversion_loads
 from natgrad_lab.errors import UserError
 from natgrad_lab.models import build
 from natgrad_lab.simulate import calibrate, collectives, operations
@@ -352,7 +353,7 @@ def test_longest_first_is_near_the_lower_bound(model: str, world: int) -> None:
     slowest: dict[str, float] = {}
     for placement in ("longest_first", "round_robin"):
         plan = make_plan(specs, world=world, placement=placement, costs=cost)
-        slowest[placement] = max(loads_of(plan))
+        slowest[placement] = max(inversion_loads(plan))
         bound = lower_bound(plan)
     assert slowest["longest_first"] <= 1.05 * bound
     assert slowest["round_robin"] >= slowest["longest_first"]
@@ -566,13 +567,20 @@ def test_calibration_counts_the_collectives_that_run() -> None:
 
 
 def test_a_machine_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = tmp_path / "folder" / "profile.toml"
     arguments = f"--output {file} --sizes 4 16 --seconds 0.01 --worlds"
     assert calibrate_main(arguments.split()) == 0
-    assert str(file) in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert str(file) in said
+    assert "batched_up_to=" in said
+    assert "read only if NATGRAD_PROFILE names it" in said
     profile = find_profile(str(file))
+    monkeypatch.setenv("NATGRAD_PROFILE", str(file))
+    assert "optimizer on this machine reads it" in calibrate.told(profile, file)
     assert profile.flop > 0
     # differences of two measurements: on a busy machine nothing may be left
     assert min(profile.statistic, profile.apply, profile.block) >= 0

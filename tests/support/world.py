@@ -27,7 +27,7 @@ As with TORCH_DISTRIBUTED_DEBUG=DETAIL, which would crash DDP in all processes t
 tests start: see `plain_group`. Ranks are then held in a barrier that nothing ends
 before the timeout, so worlds that lose a rank go without. So do those in which a rank
 starts an exchange of natgrad before a collective of torch's, and another after it: by
-node beside DDP, and under tensor parallelism, where peers estimate in turn.
+node beside DDP, where on a CPU the second stage waits for the first to be complete.
 """
 
 _context = get_context("forkserver")

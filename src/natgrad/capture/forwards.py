@@ -1,4 +1,4 @@
-"""Which forwards one loss is of, over how many terms it is, and what they have left.
+"""Micro-batches: which forwards one loss is of, its terms, and the sums of a step.
 
 Note [Micro-batches]
 A micro-batch is what one loss is of: mostly one forward of the model. Several forwards
@@ -22,16 +22,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from natgrad.capture.sink import INPUTS, Sent
+from natgrad.capture.sink import INPUTS, Sent, Sink
 from natgrad.layers import Block, Observed
-from natgrad.layers.layout import StatisticSpec
 from natgrad.math.packing import flatten, trace
 from natgrad.math.shards import local
 from natgrad.math.statistics import Rows, widen
+
+if TYPE_CHECKING:
+    from natgrad.plan.spec import StatisticSpec
 
 Leaf = Callable[[], Tensor]
 Use = Literal["learned", "asked"]
@@ -46,7 +49,7 @@ class Token:
 
 @dataclass(kw_only=True, eq=False)
 class Forward:
-    """What one forward shows of its size.
+    """The sizes seen in one forward, which tell the number of terms of its loss.
 
     Attributes:
         arguments: the first dims of the tensors among the model's arguments.
@@ -257,13 +260,26 @@ class Call:
         """The name of the statistic of its inputs."""
         return f"{self.block.name}/{INPUTS}"
 
+    def offer_inputs(self, sink: Sink) -> None:
+        """Let what is known of its inputs leave."""
+        moments = self.observed.moments
+        if INPUTS in self.want and not (self.is_mine or self.is_apart):
+            sink.left_out(self.inputs_name)
+        if INPUTS not in moments:
+            return
+        with torch.no_grad():
+            moment = self.block.in_parts(INPUTS, moments[INPUTS])
+            self.sent = sink.made(self.inputs_name, moment)
+        if self.sent is not None:
+            del moments[INPUTS]
+
     def theirs(self, *, based: bool) -> Iterator[str]:
-        """The names of the statistics that a peer makes."""
+        """The names of the statistics of this call that another rank makes."""
         for s in self.kinds(based=based):
             if not (self.is_apart and s.kind == INPUTS):
                 yield s.name
 
-    def kinds(self, *, based: bool) -> Iterator[StatisticSpec]:
+    def kinds(self, *, based: bool) -> Iterator["StatisticSpec"]:
         """The statistics that it adds to; S only if there are bases to have it in."""
         for s in self.block.spec.statistics:
             if s.kind in self.want and (s.kind != "S" or based):

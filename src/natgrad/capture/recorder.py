@@ -225,7 +225,10 @@ class Capture:
         assert block.kind is not None
         x, *others = (a.detach() for a in given)
         rows, scale = self._rows(block, module, x, output)
-        mine, apart = block.name in self._turns, block.is_apart(module, x)
+        sink = self.armed.sink
+        some = sink is None or output.numel() > 0  # of an empty batch nothing is sent
+        mine = some and block.name in self._turns
+        apart = some and block.is_apart(module, x)
         with self._estimating(block, want[0], x.device.type):
             observed, x = Observed(), x if apart else whole(x)
             x = rounded(x[rows], self._precision)
@@ -249,19 +252,9 @@ class Capture:
             # autograd keeps a layer's input for the gradient of its weight anyway
             inputs=x if "S" in want else None,
         )
-        self._offer(call)
+        if sink is not None and backward_id() == -1:  # else a backward recomputes it
+            call.offer_inputs(sink)
         output.register_hook(partial(self._after_backward, call))
-
-    def _offer(self, call: Call) -> None:
-        """Let what is known of the inputs leave, unless a backward recomputes it."""
-        sink, moments = self.armed.sink, call.observed.moments
-        if sink is None or backward_id() != -1 or INPUTS not in moments:
-            return
-        with torch.no_grad():
-            moment = call.block.in_parts(INPUTS, moments[INPUTS])
-            call.sent = sink.made(call.inputs_name, moment)
-        if call.sent is not None:
-            del moments[INPUTS]
 
     def _rows(
         self, block: Block, module: nn.Module, x: Tensor, output: Tensor
@@ -331,8 +324,7 @@ class Capture:
         with self._estimating(call.block, call.want[-1], g.device.type):
             g = local(g) if call.want == (INPUTS,) else whole(g.detach())
             if not call.is_mine:
-                for name in call.theirs(based=self._has_bases(call)):
-                    into.note(name, Observed())
+                self._leave_out(call, into)
                 moments = dict[str, Tensor]()
             elif g.numel():
                 g, times = rescaled(g.detach()[call.rows], self._precision)
@@ -345,6 +337,14 @@ class Capture:
             else:
                 moments = call.zeros(based=self._has_bases(call))
             self._add(call, moments, into)
+
+    def _leave_out(self, call: Call, into: Captured) -> None:
+        """Count what another rank makes. See Note [Peers]."""
+        sink = self.armed.sink
+        for name in call.theirs(based=self._has_bases(call)):
+            into.note(name, Observed())
+            if sink is not None and into is self._captured:
+                sink.grown(name, into)
 
     def _has_bases(self, call: Call) -> bool:
         return call.inputs is not None and call.block.name in self.armed.bases

@@ -1,4 +1,4 @@
-"""What capture is told to look for, and whom it tells before the step."""
+"""What a step asks of capture, and who is told of sums before the step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,10 +35,14 @@ class Sent:
 
 
 class Sink(Protocol):
-    """Where sums go before the step, while forward and backward still run."""
+    """Takes sums before the step, to send them while forward and backward still run."""
 
     def made(self, name: str, x: Tensor) -> Sent | None:
         """A statistic of inputs, in the forward. None: it waits for its backward."""
+        ...
+
+    def left_out(self, name: str) -> None:
+        """A statistic of inputs, in the forward, that another rank makes."""
         ...
 
     def counted(self, name: str, sent: Sent) -> None:
@@ -50,7 +54,10 @@ class Sink(Protocol):
         ...
 
     def grown(self, name: str, captured: "Captured") -> None:
-        """A statistic's sum has grown; it may be taken out, and sent."""
+        """A statistic's sum has grown; it may be taken out, and sent.
+
+        Or was counted only, because another rank makes it.
+        """
         ...
 
     def abandon(self) -> None:

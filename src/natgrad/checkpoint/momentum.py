@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -118,23 +118,22 @@ def require_momentum(
             missing = VELOCITY not in entry
             missing |= id(p) in idle and entry.get(VELOCITY) is None
             if not (missing or _fits(entry[VELOCITY], p)):
-                raise ValueError(
-                    f"Invalid velocity of parameter {number} in the saved optimizer "
-                    f"state. Must be a finite tensor of shape {tuple(p.shape)}."
-                )
+                legal = f"a finite tensor of shape {tuple(p.shape)}"
+                _refuse("velocity", number, legal)
             mass: Any = entry.get(MASS)
             if mass is not None and id(p) not in masses:
-                raise ValueError(
-                    f"Invalid mass={mass!r} of parameter {number} in the saved "
-                    "optimizer state. Must be none with AverageUpdates(): it was saved "
-                    "with AverageGradients()."
-                )
+                legal = "none with AverageUpdates(): it was saved with"
+                _refuse(f"mass={mass!r}", number, f"{legal} AverageGradients()")
             if id(p) in masses and not (missing or _is_share(mass)):
-                raise ValueError(
-                    f"Invalid mass={mass!r} of parameter {number} in the saved "
-                    "optimizer state. Must be a number in [0, 1], as saved with "
-                    "AverageGradients()."
-                )
+                legal = "a number in [0, 1], as saved with AverageGradients()"
+                _refuse(f"mass={mass!r}", number, legal)
+
+
+def _refuse(what: str, number: Any, legal: str) -> NoReturn:
+    raise ValueError(
+        f"Invalid {what} of parameter {number} in the saved optimizer state. Must be "
+        f"{legal}."
+    )
 
 
 def restore_velocity(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -188,25 +187,29 @@ def take_momentum(optimizer: "SPNGD", state: Mapping[str, Any]) -> list[str]:
         )
     averages = {id(p): average for p, average in averages_of(statistics)}
     mine = {id(p) for p in worked_on(statistics, mine=True)}
-    taken: dict[str, Mapping[str, Any]] = {}
-    for name, p in own.items():
-        entry = entries[name]
-        same = (MASS in entry) == averages[id(p)].keeps_mass
-        if VELOCITY not in entry or not same:
-            continue
-        mass: Any = entry.get(MASS, 1.0)
-        if not (_fits(entry[VELOCITY], p) and _is_share(mass)):
-            raise ValueError(
-                f"Invalid momentum of {name!r} in the saved optimizer state. Must be a "
-                f"finite tensor of shape {tuple(p.shape)} and a mass in [0, 1]."
-            )
-        taken[name] = entry
+    taken = {
+        name: entries[name]
+        for name, p in own.items()
+        if _can_take(name, p, entries[name], averages[id(p)])
+    }
     for name, p in own.items():
         optimizer.state.pop(p, None)
         if name in taken and id(p) in mine:
             kept = taken[name][VELOCITY].to(p.device, widen(p).dtype, copy=True)
             optimizer.state[p] = {**taken[name], VELOCITY: kept}
     return list(taken)
+
+
+def _can_take(name: str, p: Tensor, entry: Mapping[str, Any], average: Average) -> bool:
+    """Whether saved momentum is of the same average; raises if it does not fit."""
+    if VELOCITY not in entry or (MASS in entry) != average.keeps_mass:
+        return False
+    if not (_fits(entry[VELOCITY], p) and _is_share(entry.get(MASS, 1.0))):
+        raise ValueError(
+            f"Invalid momentum of {name!r} in the saved optimizer state. Must be a "
+            f"finite tensor of shape {tuple(p.shape)} and a mass in [0, 1]."
+        )
+    return True
 
 
 def _named(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:

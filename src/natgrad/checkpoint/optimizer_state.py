@@ -1,4 +1,4 @@
-"""Let a preconditioner's state travel inside an optimizer's ``state_dict``."""
+"""The state of natgrad as part of an optimizer's ``state_dict``."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +14,8 @@ from natgrad.checkpoint.state_dict import Kept
 from natgrad.rules.parts import NAMES
 
 
-class Passenger(Protocol):
-    """What has a state of its own: an engine."""
+class HasState(Protocol):
+    """What an engine has to save."""
 
     closed: bool
 
@@ -27,25 +27,25 @@ class Passenger(Protocol):
 Check = Callable[[Mapping[str, Any]], None]
 _COPIER = "__reduce_ex__"
 """What `copy` and `pickle` ask an object for, before its class."""
-_PASSENGERS: WeakKeyDictionary[Optimizer, "ref[Passenger]"] = WeakKeyDictionary()
+_ATTACHED: WeakKeyDictionary[Optimizer, "ref[HasState]"] = WeakKeyDictionary()
 
 
 def require_free(optimizer: Optimizer | None) -> None:
-    """Raise if an optimizer has a passenger: a second would overwrite its state."""
+    """Raise if an optimizer carries a state already: a second would overwrite it."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"Invalid optimizer: a {type(optimizer).__name__}. Must be a torch "
             "optimizer, after the model: KFAC(model, optimizer)."
         )
-    if optimizer is not None and _open(_PASSENGERS.get(optimizer)):
+    if optimizer is not None and _open(_ATTACHED.get(optimizer)):
         raise ValueError(
             f"Invalid optimizer: this {type(optimizer).__name__} already carries a "
             "natgrad preconditioner. Must be one without: close() the other first."
         )
 
 
-def _open(passenger: "ref[Passenger] | None") -> bool:
-    found = None if passenger is None else passenger()
+def _open(engine: "ref[HasState] | None") -> bool:
+    found = None if engine is None else engine()
     return found is not None and not found.closed
 
 
@@ -58,7 +58,7 @@ def refuse_copy(what: str) -> NoReturn:
     )
 
 
-class Uncopied:
+class CopyGuard:
     """Until removed, copying or pickling an optimizer that carries natgrad is an error.
 
     torch copies an optimizer without its hooks: the copy would train without natgrad.
@@ -80,10 +80,12 @@ class Uncopied:
             optimizer.__dict__.pop(_COPIER, None)
 
 
-def travel_with(
-    optimizer: Optimizer, passenger: Passenger, check: Check | None = None
+def attach_state(
+    optimizer: Optimizer, engine: HasState, check: Check | None = None
 ) -> list[RemovableHandle]:
-    """Add a passenger's state under a key of its own, and take it out on loading.
+    """Save an engine's state with the optimizer's, under a key of its own.
+
+    On loading it is taken out again.
 
     ``check`` raises if the optimizer's own part of a state is not as it must be; it is
     called before anything is loaded.
@@ -95,8 +97,8 @@ def travel_with(
 
     def save(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if torch_asks():
-            return {**state, "state": _filed(optimizer, passenger, state)}
-        return {**state, KEY: passenger.state_dict()}
+            return {**state, "state": _filed(optimizer, engine, state)}
+        return {**state, KEY: engine.state_dict()}
 
     def load(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         _require_groups(optimizer, state)
@@ -108,14 +110,14 @@ def travel_with(
                 f"The saved optimizer state has no {KEY!r} entry: it was saved without "
                 "natgrad. Load it before constructing natgrad.KFAC."
             )
-        statistics = passenger.kept().statistics
+        statistics = engine.kept().statistics
         mine = state[KEY] if KEY in state else collect(statistics, filed)
-        passenger.load_state_dict(mine)
+        engine.load_state_dict(mine)
         own = {name: part for name, part in state.items() if name != KEY}
         groups = _with_own_parts(optimizer, state["param_groups"])
         return {**own, "param_groups": groups, "state": _without(state["state"])}
 
-    _PASSENGERS[optimizer] = ref(passenger)
+    _ATTACHED[optimizer] = ref(engine)
     return [
         optimizer.register_state_dict_post_hook(save),
         optimizer.register_load_state_dict_pre_hook(load),
@@ -123,11 +125,11 @@ def travel_with(
 
 
 def _filed(
-    optimizer: Optimizer, passenger: Passenger, state: dict[str, Any]
+    optimizer: Optimizer, engine: HasState, state: dict[str, Any]
 ) -> dict[Any, Any]:
     """Every parameter's state, with statistics; torch misses those that have none."""
     # every rank's part is asked for
-    spread_out = spread(passenger.kept(), passenger.state_dict(warn=False))
+    spread_out = spread(engine.kept(), engine.state_dict(warn=False))
     filed: dict[Any, Any] = {}
     for number, p in _numbered(optimizer, state):
         extra = {KEY: spread_out[id(p)]} if id(p) in spread_out else {}
@@ -166,7 +168,7 @@ def _with_own_parts(
 
 
 def _require_groups(optimizer: Optimizer, state: Any) -> None:
-    """What torch checks too, if at all, but only after the passenger was loaded."""
+    """What torch checks too, if at all, but only after the engine's was loaded."""
     require_form(state)
     saved = [len(group["params"]) for group in state["param_groups"]]
     own = [len(group["params"]) for group in optimizer.param_groups]

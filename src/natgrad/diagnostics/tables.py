@@ -8,6 +8,7 @@ from torch import nn
 
 from natgrad.diagnostics.groups import blocks_by_group, group_rows
 from natgrad.layers import Block
+from natgrad.plan.describe import aligned, size_text
 from natgrad.plan.pace import described, rates, refresh_seconds
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.rule import Rule
@@ -64,7 +65,7 @@ def _summary(
     frozen = sum(p.numel() for _, p in named) - total
     covered = _elements(works, here)
     packed = sum(s.spec.packed for s in statistics.states.values())
-    kept = _bytes(packed * statistics.like.element_size())
+    kept = size_text(packed * statistics.like.element_size())
     lines = [
         f"{len(works)} blocks, {covered:,} of {total:,} trained parameters "
         f"({covered / max(1, total):.0%}) preconditioned, {kept} of statistics."
@@ -151,7 +152,7 @@ def _row(
     known = UNSEEN if _is_unseen(statistics, block) else block.note
     note = "; ".join(x for x in (_many(block), *cut, known) if x)
     first = p is block.parameters[0]
-    return name, block.kind.name, sizes, _bytes(size) if first else "", note
+    return name, block.kind.name, sizes, size_text(size) if first else "", note
 
 
 def _many(block: Block) -> str:
@@ -162,17 +163,5 @@ def _many(block: Block) -> str:
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def _bytes(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024  # pyright: ignore[reportAssignmentType]
-    return f"{count:.1f} GiB"
+    head, *lines = aligned(rows)
+    return "\n".join([head, "-" * len(head), *lines])

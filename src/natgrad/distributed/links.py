@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from natgrad.plan.messages import Message, Part
 from natgrad.plan.strategies import Ranks
@@ -56,11 +59,19 @@ class Links:
         self._groups.clear()
 
     def tell(self, said: Any) -> list[Any]:
-        """What every rank says, on all ranks."""
-        heard: list[Any] = [None] * len(self.globals)
-        everyone = tuple(range(len(self.globals)))
-        dist.all_gather_object(heard, said, group=self._groups["control", everyone])
-        return heard
+        """What every rank says, on all ranks.
+
+        As `dist.all_gather_object` on CPU tensors, which needs NumPy; torch does not.
+        """
+        group = self._groups["control", tuple(range(len(self.globals)))]
+        data = torch.frombuffer(bytearray(pickle.dumps(said)), dtype=torch.uint8)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in self.globals]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+        most = max(int(size) for size in sizes)
+        heard = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(heard, F.pad(data, (0, most - len(data))), group=group)
+        pairs = zip(heard, sizes, strict=True)
+        return [pickle.loads(bytes(x[: int(size)].tolist())) for x, size in pairs]
 
     def all_reduce(self, key: Key, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
         return dist.all_reduce(x, op=op, group=self._groups[key], async_op=True)

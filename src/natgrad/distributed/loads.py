@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 
 class Spares:
-    """Buffers that are used again: as many as were ever taken at once, and no more.
+    """Buffers that are used again: as many as a step has taken at once, and no more.
 
     What is exchanged differs from step to step, and so do sizes.
     """
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._idle: list[Tensor] = []
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """At least ``size`` elements: the smallest that is free, or a new one."""
@@ -45,6 +46,14 @@ class Spares:
     def give(self, buffer: Tensor, device: torch.device) -> None:
         """Give back what was taken for a device."""
         self._free[buffer.dtype, device].append(buffer)
+        self._idle = [x for x in self._idle if x is not buffer]
+
+    def end_step(self) -> None:
+        """Drop what no exchange has used since the step before ended."""
+        idle = {id(x) for x in self._idle}
+        for key, free in self._free.items():
+            self._free[key] = [x for x in free if id(x) not in idle]
+        self._idle = [x for free in self._free.values() for x in free]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +71,8 @@ class Load(ABC):
     """What one departure moves: a buffer, and stages of collectives, one by one.
 
     Attributes:
-        mine: names of the items that this rank puts; ``filled``: that it has put.
+        mine: names of the items that this rank puts; ``filled``: that it has put;
+            ``absent``: that it has said not to put.
         closed: whether it may leave with what it has.
         left: whether it has left.
     """
@@ -71,6 +81,7 @@ class Load(ABC):
         rank = terms.comm.rank
         self._volume, self.mine = bucket.volume(rank), bucket.put_by(rank)
         self.filled: set[str] = set()
+        self.absent: set[str] = set()
         self.left = self.closed = False
         self._comm, self._exchange = terms.comm, terms.exchange
         self._dtype, self._wire_dtype = terms.dtype, terms.wire
@@ -81,12 +92,16 @@ class Load(ABC):
     @property
     def full(self) -> bool:
         """Whether this rank has put everything that it gives."""
-        return len(self.filled) == len(self.mine)
+        return len(self.filled | self.absent) == len(self.mine)
 
     @property
     def idle(self) -> bool:
-        """Whether all that was started is complete."""
-        return all(work.is_completed() for work in self._works)
+        """Whether the next stage may start, without holding this rank up.
+
+        On a GPU it may at once, and must: all ranks start it at the same place.
+        """
+        on_stream = self._device.type == "cuda"
+        return on_stream or all(work.is_completed() for work in self._works)
 
     def put(self, name: str, flat: Tensor) -> None:
         """Add an item."""

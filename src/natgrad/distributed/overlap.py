@@ -20,6 +20,16 @@ in every step, so for the next `HOLD` steps inputs wait for their backward. What
 forward recomputes inside of a backward waits in any case. When the model's forward ends
 as often as in the last step (not in the first of a process), all buckets of inputs
 leave, also those of layers that did not run.
+
+Note [Peers start together]
+A model that ranks share has collectives of torch's own, on other communicators, and
+NCCL can wait forever if ranks start those and ours in different orders. Ranks that
+share a model run the same layers in the same order. So all of ours start at places of
+that program and at no other time: in the hook of a layer, at the end of the forward, in
+the step. A rank that makes no part of a statistic, as a peer does (Note [Peers] in
+`natgrad.capture.peers`), says so in the hook in which it would: what it does not send
+counts as there. Ranks under DDP may run different layers; on NCCL they are safe without
+overlap, when all of ours start in the step.
 """
 
 from collections import Counter
@@ -82,6 +92,10 @@ class Outbox:
     def made(self, name: str, x: Tensor) -> Sent | None:
         """A statistic of inputs, in the forward; None if it is to wait."""
         return self._sums.made(name, x)
+
+    def left_out(self, name: str) -> None:
+        """A statistic of inputs, in the forward, that a peer makes."""
+        self._sums.left_out(name)
 
     def counted(self, name: str, sent: Sent) -> None:
         """The backward of what was made has come."""
@@ -158,6 +172,7 @@ class StatisticsOutbox:
         self._kept: dict[str, Tensor] = {}
         self._waiting: dict[str, Tensor] = {}
         self._made, self._counted = Counter[str](), Counter[str]()
+        self._left_out = Counter[str]()
         self._forwards = 0
         self._turn = object()
 
@@ -172,6 +187,13 @@ class StatisticsOutbox:
         if self._made[name] >= self._expected.get(name, 1):
             self._inputs.put(name, self._waiting.pop(name))
         return sent
+
+    def left_out(self, name: str) -> None:
+        """See Note [Peers start together]."""
+        self._left_out[name] += 1
+        complete = self._left_out[name] >= self._expected.get(name, 1)
+        if self._inputs is not None and self._overlap and complete:
+            self._inputs.leave_out(name)
 
     def counted(self, name: str, sent: Sent) -> None:
         """See Note [Inputs leave in the forward]."""
@@ -196,8 +218,12 @@ class StatisticsOutbox:
     def grown(self, name: str, captured: Captured) -> None:
         """A statistic's sum has grown; send it if that was the last part."""
         complete = captured.calls[name] >= self._expected.get(name, 1)
-        if self._overlap and complete and name in self._flights:
+        if not (self._overlap and complete and name in self._flights):
+            return
+        if name in captured.sums:
             self._take(name, captured)
+        else:
+            self._flights[name].leave_out(name)
 
     def send(self, captured: Captured) -> None:
         """Put what is left; what was made and does not count voids its flight."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from natgrad.capture.peers import Peers
+from natgrad.distributed.communicator import tell
 from natgrad.layers import Block
 from natgrad.math.shards import is_shard, local
 from natgrad.plan.shards import Box, box_of, joined
@@ -51,7 +52,7 @@ def find_shards(
         block.is_parallel = any(_is_parallel(p, data) for p in block.parameters)
     boxes = [_box_here(name, p) for name, p in named]
     mine = next(iter(data.values())) if data else (dist.get_rank(),)
-    told = _told((mine, boxes), group)
+    told = tell("shards", (mine, boxes), group)
     shapes = [tuple(p.shape) for _, p in named]
     pairs = zip(shapes, zip(*(each for _, each in told), strict=True), strict=True)
     cuts = iter([joined(shape, enumerate(held)) for shape, held in pairs])
@@ -60,13 +61,6 @@ def find_shards(
         block.spec = replace(block.spec, cuts=found)
     groups = list(dict.fromkeys(ranks for ranks, _ in told))
     return Sharding(Peers(count=len(groups), number=groups.index(mine)))
-
-
-def _told(said: Any, group: Any) -> list[Any]:
-    """What every rank says."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, said, group=group)
-    return found
 
 
 def _data_ranks(model: nn.Module) -> dict[int, Ranks]:

@@ -224,6 +224,17 @@ class Flight:
         if self._comm.options.overlap:
             self._walk.advance()
 
+    def leave_out(self, name: str) -> None:
+        """Say that this rank puts nothing of an item of this reduction: zeros.
+
+        Its bucket then leaves as if it had put them. See Note [One order].
+        """
+        load = self._where.get(name)
+        if load is not None and not load.left:
+            load.absent.add(name)
+            if self._comm.options.overlap:
+                self._walk.advance()
+
     def void(self) -> None:
         """Say, before all is sent, that what was put in this reduction must not count.
 
@@ -269,7 +280,11 @@ class Flight:
         if self._missing and not self._plan.reduces:
             # Only now, so that no other rank waits for what does not come.
             raise ValueError(f"{self._missing} were not put. Must be, by their source.")
-        return self._own | results
+        results = self._own | results
+        # flight and walk refer to each other: buffers would stay until Python looks
+        for held in (self._loads, self._where, self._own, self.late):
+            held.clear()
+        return results
 
     def note_missing(self) -> None:
         """Remember what was not put."""

@@ -17,10 +17,7 @@ from natgrad.checkpoint.state_dict import Kept, load, save
 from natgrad.checkpoint.validate import require_state
 from natgrad.diagnostics.probe import Probe
 from natgrad.diagnostics.timer import Meter
-from natgrad.distributed.communicator import (
-    Communicator,
-    world_of,
-)
+from natgrad.distributed.communicator import Communicator, world_of
 from natgrad.distributed.overlap import Outbox
 from natgrad.distributed.replicate import make_alike
 from natgrad.distributed.shards import find_shards
@@ -61,48 +58,64 @@ class Machinery(ABC):
         follows_ddp: bool = False,
     ) -> None:
         self.options, self.optimizer = options, optimizer
-        group = options.group
         self.skipped_steps = 0
-        self.closed = False
-        self.gathered = self._warned = False
+        self.closed = self.gathered = self._warned = False
         self.probe: Probe | None = None
         self.tuner: Tuner | None = None
         self.before_replan: list[Callable[[], None]] = []
-        self.model, ddp = unwrap(model)
-        self.blocks = register(self.model, options, groups)
-        require_unwatched(self.blocks)
-        self.block = {b.name: b for b in self.blocks}
-        self.parts = {b.name: parts_for(b, options, groups) for b in self.blocks}
-        self.sharding = find_shards(self.model, self.blocks, group)
-        self.sharded = self.sharding is not None
-        if self.sharded:
-            refuse_sharded(options, self.parts)
-        self.like = statistics_like(self.blocks)
-        updates = list(dict.fromkeys(self.parts.values()))
-        self._replicas = Replicas(self.model, options, updates, optimizer)
-        self._planning = Planning(
-            self.model,
-            self.blocks,
-            options,
-            gradients="sharded" if self.sharded else "ddp" if ddp else "own",
-            device=self.like.device,
-        )
-        self.auto = self._planning.auto
-        self.own_gradients = not (ddp or self.sharded) and world_of(group) > 1
+        self.calls: dict[str, int] = {}
+        self._outbox: Outbox | None = None
         self._scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        ddp = self._register(model, groups)
+        self.own_gradients = not (ddp or self.sharded) and world_of(options.group) > 1
+        self._may_be_wrapped = follows_ddp and self.own_gradients
         if self.own_gradients and self._scaled and not agrees_on_overflow:
             raise ValueError(
                 "A GradScaler skips steps on one rank alone unless gradients are "
                 "averaged before it looks: wrap the model in DistributedDataParallel."
             )
+        self._plan_and_connect("sharded" if self.sharded else "ddp" if ddp else "own")
+        self._keep_statistics()
+        self.capture = self._watch(grad_scaler)
+        self._reopen()
+
+    def _register(self, model: nn.Module, groups: Groups | None) -> bool:
+        """Cut the model into blocks. Returns whether it is wrapped in DDP."""
+        self.model, ddp = unwrap(model)
+        self.blocks = register(self.model, self.options, groups)
+        require_unwatched(self.blocks)
+        self.block = {b.name: b for b in self.blocks}
+        self.parts = {b.name: parts_for(b, self.options, groups) for b in self.blocks}
+        self.sharding = find_shards(self.model, self.blocks, self.options.group)
+        self.sharded = self.sharding is not None
+        if self.sharded:
+            refuse_sharded(self.options, self.parts)
+        self.like = statistics_like(self.blocks)
+        return ddp
+
+    def _plan_and_connect(self, gradients: str) -> None:
+        """Make the plan, compare it with the other ranks' and open its groups."""
+        updates = list(dict.fromkeys(self.parts.values()))
+        self._replicas = Replicas(self.model, self.options, updates, self.optimizer)
+        self._planning = Planning(
+            self.model,
+            self.blocks,
+            self.options,
+            gradients=gradients,
+            device=self.like.device,
+        )
+        self.auto = self._planning.auto
         self.plan = self._planning.plan()
         self.comm = self._connect(self.plan)
         if self.own_gradients:
             make_alike(self.model, self.comm)
+
+    def _keep_statistics(self) -> None:
+        """Make what is kept between steps: statistics, moments, lengths."""
         self.meter = Meter(self.like.device)
         self.statistics = Statistics(
             self.blocks,
-            options,
+            self.options,
             self.parts,
             plan=self.plan,
             comm=self.comm,
@@ -118,11 +131,6 @@ class Machinery(ABC):
             self.shards = Shards(self.blocks, self.comm, self.like)
             if self.comm.world > 1:
                 self.references.total = self.comm.agree
-        self.capture = self._watch(grad_scaler)
-        self._may_be_wrapped = follows_ddp and self.own_gradients
-        self.calls: dict[str, int] = {}
-        self._outbox: Outbox | None = None
-        self._reopen()
 
     def _watch(self, grad_scaler: torch.amp.GradScaler | None) -> Capture:
         return Capture(

@@ -23,6 +23,7 @@ class Inspectable:
     """Everything that only asks the engine."""
 
     engine: Engine
+    _handles: list[Any]
 
     def report(self) -> str:
         """A table of every parameter: its block, or why it is left out."""
@@ -98,8 +99,7 @@ class Inspectable:
         """The learning rate, as the KL clip sees it; NaN if nothing has one."""
         optimizer: Any = getattr(self, "optimizer", self)
         if not isinstance(optimizer, Optimizer):
-            rate = getattr(self, "lr", None)
-            return math.nan if rate is None else float(rate)
+            return math.nan
         return max(float(group["lr"]) for group in optimizer.param_groups)
 
     def diagnostics(self) -> dict[str, Any]:
@@ -197,19 +197,14 @@ class Inspectable:
         """
         self.engine.gather()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Statistics, inverses and timing, as tensors and numbers."""
-        return self.engine.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict` of the same model and options."""
-        self.engine.load_state_dict(state)
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_copy(type(self).__name__)
 
     def close(self) -> None:
-        """Remove every hook."""
+        """Remove every hook from the model and the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         self.engine.close()
 
     def __enter__(self) -> Self:

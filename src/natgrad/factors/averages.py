@@ -25,18 +25,8 @@ from natgrad.factors.refresh import Refresh
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
 from natgrad.math import foreach
-from natgrad.math.growth import (
-    along,
-    along_eigen,
-    log_growth,
-    longest,
-    rows_at,
-    units,
-)
-from natgrad.math.inverse import (
-    pi_split,
-    split_damping,
-)
+from natgrad.math.growth import along, along_eigen, log_growth, longest, rows_at, units
+from natgrad.math.inverse import pi_split, split_damping
 from natgrad.math.packing import flatten, trace, unflatten
 from natgrad.math.precision import rescaled
 from natgrad.math.rules import between

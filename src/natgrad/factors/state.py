@@ -1,11 +1,6 @@
 """What is kept of each statistic between steps, and how it is saved and sent."""
 
-from collections.abc import (
-    Iterable,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,15 +8,11 @@ import torch
 from torch import Tensor
 
 from natgrad.factors.refresh import Timing
-from natgrad.math.inverse import (
-    Inverse,
-)
+from natgrad.math.inverse import Inverse
 from natgrad.math.packing import flatten, unflatten
 from natgrad.plan.spec import StatisticSpec
 
 VERSION = 3
-
-
 WRITERS = {
     1: "natgrad 0.1.0 from before the update rules",
     2: "natgrad 0.1.0 from before rules were parts (scale=, damping_style=)",
@@ -126,14 +117,6 @@ def _load_one(
         quarantined=int(entry["quarantined"]),
         timing=Timing(**entry["timing"]),
     )
-
-
-def require(name: str, value: Any, legal: Any) -> None:
-    """Raise unless a saved value is the one that this optimizer has."""
-    if type(value) is not type(legal) or value != legal:
-        raise ValueError(
-            f"Invalid {name}={value!r} in the saved natgrad state. Must be {legal!r}."
-        )
 
 
 def require_version(version: Any) -> None:

@@ -1,4 +1,4 @@
-"""A model is cut into blocks; of a parameter without one, why."""
+"""Cuts a model into blocks, and says why a parameter is in none."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from natgrad.layers.block import NO_MODULE, Block, LayerKind, trainable
-from natgrad.layers.layout import spec_of
 from natgrad.layers.matrices import Matrix
 from natgrad.layers.options import LayerOptions
+from natgrad.layers.specs import spec_of
 from natgrad.layers.table import kind_of, type_name, why_unknown
 from natgrad.plan.spec import BlockSpec
 

@@ -1,4 +1,4 @@
-"""Which kind of block a module gets: one row a module type, open to users."""
+"""Which kind of block a module gets: a row per module type, and users may add rows."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,7 @@ from natgrad.layers.block import LayerKind
 from natgrad.layers.embedding import Embedding
 from natgrad.layers.experts import Experts
 from natgrad.layers.matrices import Conv, InProjection, Linear, TransposedLinear
-from natgrad.layers.norm import (
-    BatchNorm,
-    GroupNorm,
-    LayerNorm,
-    RMSNorm,
-    SyncBatchNorm,
-)
+from natgrad.layers.norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm, SyncBatchNorm
 from natgrad.layers.options import LayerOptions
 from natgrad.layers.transposed import ConvTranspose
 

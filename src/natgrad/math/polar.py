@@ -24,10 +24,12 @@ HALF_STEPS, HALF_LEAST = 5, 1e-2
 # Rounding may carry a singular value past the end of its interval.
 MARGIN = 1.01
 NEAR = 3e-3
-# The Gram form (`gram_is_cheaper`): from how many rows on it is worth more operations,
-# and below which singular value the Gram matrix is made again from Y half-way.
-GRAM_FROM = 96
+# The Gram form (`gram_is_cheaper`): how many FLOP must be saved to be worth more
+# operations, and below which singular value the Gram matrix is made again from Y
+# half-way. Muon's, which is steep at zero, is after so many iterations.
+GRAM_SAVES = 2**21
 RESTART_BELOW = 5e-3
+RESTART_AFTER = 3
 
 Quintic = tuple[float, float, float]
 Quintics = tuple[Quintic, ...]
@@ -62,9 +64,21 @@ def polar(
     chosen = quintics(least, steps or usual[0])
     now, gram = _scaled(x, dtype)
     parts = 2 if least < RESTART_BELOW else 1
-    rows, columns = x.shape[-2:]
-    if not half and gram_is_cheaper(rows, columns, len(chosen), parts):
-        return _by_gram(now[0], gram, chosen, parts).to(x.dtype)
+    return _through(chosen, now, gram, parts).to(x.dtype)
+
+
+def _through(
+    chosen: Quintics, now: tuple[Tensor, Tensor], gram: Tensor, parts: int
+) -> Tensor:
+    """Y, given beside ``Y^T`` and ``Y Y^T``, through the quintics.
+
+    All three are written to.
+    """
+    y = now[0]
+    rows, columns = y.shape[-2:]
+    cheaper = gram_is_cheaper(rows, columns, len(chosen), parts)
+    if y.dtype != torch.bfloat16 and cheaper:
+        return _by_gram(y, gram, chosen, parts)
     # The first iteration makes the memory that the others use again.
     inner: Tensor | None = None
     other: tuple[Tensor, Tensor] | None = None
@@ -75,13 +89,13 @@ def polar(
         out = None if other is None else other[0]
         y = torch.baddbmm(now[0], inner, now[0], beta=a, out=out)
         now, other = other or (y, y.mT), now
-    return now[0].to(x.dtype)
+    return now[0]
 
 
 def _scaled(x: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Y with singular values of at most 1, beside ``Y^T``, and ``Y Y^T``."""
     # Fourth powers of what is very small or large would be zero or infinite.
-    peak = torch.linalg.vector_norm(x, math.inf, (-2, -1), keepdim=True)
+    peak = x.abs().amax((-2, -1), keepdim=True)  # on a CPU 20 times an infinite norm
     y = (x / peak.clamp_min(torch.finfo(x.dtype).tiny)).to(dtype)
     now = y, y.mT
     gram = symmetric_product(*now)
@@ -95,7 +109,7 @@ def _scaled(x: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], Tenso
 
 
 def gram_is_cheaper(rows: int, columns: int, steps: int, parts: int = 2) -> bool:
-    """Whether `polar` iterates on ``Y Y^T`` alone for matrices of this shape.
+    """Whether quintics are iterated on ``Y Y^T`` alone for matrices of this shape.
 
     In FLOP, ``4 m^2 n + 2 m^3`` an iteration against ``8 m^3``, and products with Y in
     each part; the first iteration of a part needs one product less, the last two. Not
@@ -104,11 +118,11 @@ def gram_is_cheaper(rows: int, columns: int, steps: int, parts: int = 2) -> bool
     m, n = rows, columns
     direct = steps * (4 * m * m * n + 2 * m**3)
     gram = 4 * m * m * n * parts + (8 * steps - 6 * parts) * m**3
-    return m >= GRAM_FROM and gram < direct
+    return direct - gram > GRAM_SAVES
 
 
 def _by_gram(y: Tensor, gram: Tensor, chosen: Quintics, parts: int) -> Tensor:
-    """The iteration of `polar` on the Gram matrix, ``m x m``.
+    """The iteration on the Gram matrix, ``m x m``.
 
     All polynomials of ``Y Y^T`` commute, so ``p_k(..) .. p_1(Y Y^T) Y`` needs Y once.
     Rounding in the Gram matrix hides singular values below the root of its eps, so it
@@ -156,12 +170,9 @@ def newton_schulz(
         dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
     norm = torch.linalg.matrix_norm(x, keepdim=True).clamp_min(MUON_EPS)
     y = (x / norm).to(dtype)
-    for a, b, c in coefficients:
-        gram = torch.bmm(y, y.mT)
-        y = torch.baddbmm(
-            y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a
-        )
-    return y.to(x.dtype)
+    parts = -(-len(coefficients) // RESTART_AFTER)
+    now = y, y.mT
+    return _through(coefficients, now, symmetric_product(*now), parts).to(x.dtype)
 
 
 @lru_cache(maxsize=16)

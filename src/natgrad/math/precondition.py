@@ -46,9 +46,10 @@ def descending(gradient: Tensor, update: Tensor, blocks: int = 1) -> Tensor:
     norms = [
         torch.linalg.vector_norm(x, dim=each, keepdim=True) for x in (gradient, update)
     ]
-    noise = norms[0] * norms[1] * (RIGHT_ANGLE * torch.finfo(update.dtype).eps)
+    noise = RIGHT_ANGLE * torch.finfo(update.dtype).eps
+    more = torch.addcmul(product, *norms, value=-noise)
     # False for a product that is not finite: the norms are not either then.
-    return torch.where(product > noise, update, gradient)
+    return torch.where(more > 0, update, gradient)
 
 
 def kl_scale(inner_product: Tensor, kl_clip: float, lr: float) -> Tensor:

@@ -10,7 +10,7 @@ from natgrad.plan.buckets import bucket_limit, make_buckets
 from natgrad.plan.cost import CostModel
 from natgrad.plan.describe import size_text
 from natgrad.plan.exchange import EXCHANGES, Exchange, Item
-from natgrad.plan.memory import Keeps, memory_of, momentum_of, weights_of
+from natgrad.plan.memory import Keeps, memory_of
 from natgrad.plan.messages import Message, Wiring, mine
 from natgrad.plan.plan import Plan, make_plan
 from natgrad.plan.sequence import Departure, Leg, departures, flat, reductions
@@ -60,10 +60,8 @@ __all__ = [
     "make_plan",
     "memory_of",
     "mine",
-    "momentum_of",
     "reductions",
     "size_text",
-    "weights_of",
 ]
 _LATER = {
     "Choice": "choice",

@@ -132,7 +132,7 @@ def _among(parcels: list[Parcel], only: Container[int] | None) -> list[Parcel]:
 def _shares(items: Sequence[Item]) -> list[Parcel]:
     parcels: list[Parcel] = []
     for item in items:
-        for source, receivers in item.legs:
+        for source, receivers in item.routes:
             ranks = tuple(sorted((source, *receivers)))
             parcels.append(_parcel(item, "gather", ranks, source))
     return parcels

@@ -75,7 +75,7 @@ def _check_updates(plan: Plan) -> None:
         workers = plan.workers[block.name]
         served = list(workers)
         if item := shared.get(block.name):
-            served += [rank for _, ranks in item.legs for rank in ranks]
+            served += [rank for _, ranks in item.routes for rank in ranks]
         if sorted(served) != list(range(plan.world)) or (
             item and item.sources != workers
         ):
@@ -107,7 +107,7 @@ def _check_pieces(plan: Plan) -> None:
                     item = items.pop(name, None)
                     served = list(set(sources) & set(ends))
                     if item is not None:
-                        served += [rank for _, ranks in item.legs for rank in ranks]
+                        served += [rank for _, ranks in item.routes for rank in ranks]
                     sent = item is None or (
                         (item.sources, item.elements) == (sources, piece.elements)
                     )

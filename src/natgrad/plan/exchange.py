@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from natgrad.plan.cost import inverse_elements
+from natgrad.plan.loads import Tally
 from natgrad.plan.shards import piece_name
 from natgrad.plan.spec import BlockSpec
 from natgrad.plan.strategies import Ranks
@@ -43,7 +44,7 @@ class Item:
     destinations: Ranks
 
     @property
-    def legs(self) -> list[tuple[int, Ranks]]:
+    def routes(self) -> list[tuple[int, Ranks]]:
         """Of a share: each source with the ranks it serves, its row of the grid.
 
         Receivers, in order, are divided evenly among the sources, in order.
@@ -88,7 +89,7 @@ class Exchange:
         self, names: Iterable[str] | None = None
     ) -> tuple[list[int], list[int]]:
         """Elements sent and received by each rank, as defined in the module."""
-        sent, received = _Tally(self.world), _Tally(self.world)
+        sent, received = Tally(self.world, 0), Tally(self.world, 0)
         for item in self._items(names):
             count = _count_reduction if self.reduces else _count_share
             count(item, sent, received)
@@ -105,24 +106,7 @@ class Exchange:
         return hops * item.elements
 
 
-class _Tally:
-    """A number for each rank, where adding to everyone costs one operation."""
-
-    def __init__(self, world: int) -> None:
-        self.world, self.all, self.some = world, 0, [0] * world
-
-    def add(self, ranks: Ranks, value: int) -> None:
-        if len(ranks) == self.world:
-            self.all += value
-        else:
-            for rank in ranks:
-                self.some[rank] += value
-
-    def totals(self) -> list[int]:
-        return [self.all + value for value in self.some]
-
-
-def _count_reduction(item: Item, sent: _Tally, received: _Tally) -> None:
+def _count_reduction(item: Item, sent: Tally[int], received: Tally[int]) -> None:
     if len(item.sources) == 1 and item.sources == item.destinations:
         return
     sent.add(item.sources, item.elements)
@@ -131,8 +115,8 @@ def _count_reduction(item: Item, sent: _Tally, received: _Tally) -> None:
         sent.add(item.destinations, -item.elements)
 
 
-def _count_share(item: Item, sent: _Tally, received: _Tally) -> None:
-    sent.add(tuple(source for source, _ in item.legs), item.elements)
+def _count_share(item: Item, sent: Tally[int], received: Tally[int]) -> None:
+    sent.add(tuple(source for source, _ in item.routes), item.elements)
     received.add(item.destinations, item.elements)
     overlap = set(item.sources) & set(item.destinations)
     received.add(tuple(overlap), -item.elements)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from natgrad.plan.cost import keeps_basis
+from natgrad.plan.loads import Tally
 from natgrad.plan.spec import FLOAT_BYTES, BlockSpec, StatisticSpec
-from natgrad.plan.strategies import Ranks
 
 if TYPE_CHECKING:
     from natgrad.plan.plan import Plan
@@ -68,61 +68,22 @@ def memory_of(plan: Plan, keeps: Keeps) -> list[dict[str, int]]:
     ``inverses`` are on owners and on all that precondition by them, ``moments`` on a
     block's workers.
     """
-    rows = [dict.fromkeys(PARTS, 0) for _ in range(plan.world)]
+    averages, history, inverses, moments = (Tally(plan.world, 0) for _ in PARTS)
     for spec in plan.statistics:
-        mine = rows[plan.owners[spec.name]]
-        mine["statistics"] += FLOAT_BYTES * spec.packed * keeps.averages(spec)
-        mine["history"] += FLOAT_BYTES * spec.packed * keeps.history
-    groups: dict[Ranks, dict[str, int]] = {}
+        owner = (plan.owners[spec.name],)
+        averages.add(owner, spec.packed * keeps.averages(spec))
+        history.add(owner, spec.packed * keeps.history)
     for block in plan.blocks:
-        _add(groups, plan.keepers(block.name), "inverses", _inverses(plan, block))
+        kept = sum(inverse_kept(spec, plan.inverse) for spec in block.statistics)
+        inverses.add(plan.keepers(block.name), kept)
         moment = keeps.moment(block)
         if moment and block.elementwise and block.cuts:  # as the parameter is cut
-            for rank, row in enumerate(rows):
-                row["moments"] += FLOAT_BYTES * block.held(rank)
-            continue
-        _add(groups, plan.workers[block.name], "moments", moment)
-    for ranks, parts in groups.items():
-        for rank in ranks:
-            for part, elements in parts.items():
-                rows[rank][part] += FLOAT_BYTES * elements
-    return rows
-
-
-def momentum_of(plan: Plan, *, sharded: bool, cut: bool = False) -> list[int]:
-    """Float32 bytes of momentum by rank: on all ranks for all weights, or sharded:
-    on the ranks that update a weight, as in SPNGD and Polar.
-
-    ``cut``: of a sharded model, as each weight is, where it is one of updates.
-    """
-    if cut and plan.gradients == "sharded":
-        return weights_of(plan)
-    if not sharded:
-        return [FLOAT_BYTES * sum(b.elements for b in plan.blocks)] * plan.world
-    elements = [0] * plan.world
-    for block in plan.blocks:
-        for rank in plan.workers[block.name]:
-            alone = block.elementwise and block.cuts
-            elements[rank] += block.held(rank) if alone else block.elements
-    return [FLOAT_BYTES * count for count in elements]
-
-
-def weights_of(plan: Plan) -> list[int]:
-    """Float32 bytes of weights by rank: of a sharded model, of its pieces."""
-    if plan.gradients != "sharded":
-        return [FLOAT_BYTES * sum(b.elements for b in plan.blocks)] * plan.world
-    ranks = range(plan.world)
-    return [FLOAT_BYTES * sum(b.held(rank) for b in plan.blocks) for rank in ranks]
-
-
-def _inverses(plan: Plan, block: BlockSpec) -> int:
-    specs: Sequence[StatisticSpec] = block.statistics
-    return sum(inverse_kept(spec, plan.inverse) for spec in specs)
-
-
-def _add(
-    groups: dict[Ranks, dict[str, int]], ranks: Ranks, part: str, elements: int
-) -> None:
-    if elements:
-        parts = groups.setdefault(ranks, {})
-        parts[part] = parts.get(part, 0) + elements
+            for rank in range(plan.world):
+                moments.add((rank,), block.held(rank))
+        else:
+            moments.add(plan.workers[block.name], moment)
+    columns = (x.totals() for x in (averages, history, inverses, moments))
+    return [
+        {part: FLOAT_BYTES * n for part, n in zip(PARTS, row, strict=True)}
+        for row in zip(*columns, strict=True)
+    ]

@@ -82,18 +82,10 @@ class Message:
     @property
     def longest(self) -> int:
         """Elements of the rank that has the most."""
-        return max(self._by(rank for rank, _, _ in self.parts).values())
-
-    @property
-    def busiest(self) -> int:
-        """Of an all-to-all: elements that the rank with the most sends or gets."""
-        return max(self.longest, max(self._by(self.to).values()))
-
-    def _by(self, ranks: Iterable[int]) -> Counter[int]:
         each = Counter[int]()
-        for rank, (_, start, stop) in zip(ranks, self.parts, strict=True):
+        for rank, start, stop in self.parts:
             each[rank] += stop - start
-        return each
+        return max(each.values())
 
     def splits(self, rank: int) -> tuple[list[int], list[int]]:
         """Of an all-to-all: elements that a rank sends to each, and gets from each."""

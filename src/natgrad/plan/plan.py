@@ -13,7 +13,7 @@ from natgrad.plan.check import check_plan
 from natgrad.plan.cost import CostModel
 from natgrad.plan.describe import describe_plan
 from natgrad.plan.exchange import Exchange, derive_exchanges
-from natgrad.plan.loads import loads_of
+from natgrad.plan.loads import Tally, inversion_loads, precondition_loads
 from natgrad.plan.memory import Keeps, memory_of
 from natgrad.plan.messages import Message, Wiring
 from natgrad.plan.sequence import sequence, summary
@@ -146,23 +146,15 @@ class Plan:
         ]
 
     def _held(self) -> list[dict[str, Any]]:
-        seconds = loads_of(self)
-        columns: dict[Ranks, float] = {}
-        for block in self.blocks:
-            ranks, spent = self.workers[block.name], self.cost.precondition(block)
-            columns[ranks] = columns.get(ranks, 0.0) + spent
-        for ranks, spent in columns.items():
-            for rank in ranks:
-                seconds[rank] += spent
-        owned = [[0, 0] for _ in range(self.world)]
+        counts, elements = Tally(self.world, 0), Tally(self.world, 0)
         for spec in self.statistics:
-            mine = owned[self.owners[spec.name]]
-            mine[0] += 1
-            mine[1] += spec.elements
-        return [
-            {"statistics": count, "elements": elements, "seconds": spent}
-            for (count, elements), spent in zip(owned, seconds, strict=True)
-        ]
+            owner = (self.owners[spec.name],)
+            counts.add(owner, 1)
+            elements.add(owner, spec.elements)
+        spent = zip(inversion_loads(self), precondition_loads(self), strict=True)
+        held = zip(counts.totals(), elements.totals(), map(sum, spent), strict=True)
+        names = "statistics", "elements", "seconds"
+        return [dict(zip(names, each, strict=True)) for each in held]
 
     def _by_all(self, block: BlockSpec) -> bool:
         return len(self.workers[block.name]) == self.world

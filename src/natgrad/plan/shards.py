@@ -1,4 +1,4 @@
-"""Parameters of which each rank has a part: their way to workers, and updates' back.
+"""Sharded parameters: gradients move to workers, and updates back, in pieces.
 
 Note [Pieces]
 Under `fully_shard` and tensor parallelism a gradient arrives averaged, cut into boxes:
@@ -207,7 +207,7 @@ def _moves(item: Item) -> list[Move]:
         Move(
             name=item.name, elements=item.elements, source=source, destination=receiver
         )
-        for source, receivers in item.legs
+        for source, receivers in item.routes
         for receiver in receivers
     ]
 

@@ -15,7 +15,7 @@ class Plain(Rule):
     """The direction as it is."""
 
     name: ClassVar[str] = "plain"
-    elementwise: ClassVar[bool] = True
+    descends: ClassVar[bool] = True
 
     def apply(self, x: Matrices) -> Tensor:
         """V."""
@@ -36,7 +36,7 @@ class Adam(Rule):
 
     name: ClassVar[str] = "adam"
     adapts: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = True
+    descends: ClassVar[bool] = True
 
     rate: float = 1.0
     beta2: float = 0.95
@@ -51,7 +51,8 @@ class Adam(Rule):
         """``rate V / (sqrt(S) + damping rms)``."""
         square = x.moment(x.gradient, self.beta2)
         mean = x.mean(square)
-        return adaptive_scale(x.direction, square, self.damping, mean) * self.rate
+        scaled = adaptive_scale(x.direction, square, self.damping, mean)
+        return scaled if self.rate == 1 else scaled.mul_(self.rate)
 
 
 def is_fallback(rule: Rule) -> bool:

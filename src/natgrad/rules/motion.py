@@ -16,6 +16,7 @@ from torch import Tensor
 
 from natgrad.math import foreach
 from natgrad.math.precondition import rescale_factor
+from natgrad.math.products import sum_dtype
 from natgrad.math.rules import averaged_noise
 from natgrad.math.shards import local
 from natgrad.math.statistics import widen
@@ -45,14 +46,15 @@ class Average:
 
     def velocity(self, state: State, p: Tensor) -> Tensor:
         """That of a parameter, at first zero; in float32 or better."""
-        entry, like = state[p], widen(p)
+        entry = state[p]
         if VELOCITY not in entry:
-            entry[VELOCITY] = torch.zeros_like(like)
+            entry[VELOCITY] = torch.zeros_like(widen(p))
             if self.keeps_mass:
                 entry[MASS] = 0.0
-        # the model may have been converted
-        entry[VELOCITY] = entry[VELOCITY].to(like.device, like.dtype)
-        return local(entry[VELOCITY])
+        kept, wide = entry[VELOCITY], sum_dtype(p)
+        if kept.dtype != wide or kept.device != p.device:  # the model was converted
+            kept = entry[VELOCITY] = kept.to(p.device, wide)
+        return local(kept)
 
     def keep_whole(self, state: State, p: Tensor, like: Tensor) -> None:
         """Keep the velocity of a parameter that is cut on the rank that works on it.
@@ -142,16 +144,17 @@ class AverageGradients(Average):
     ) -> Sequence[Tensor]:
         """Add gradients to their running averages; returns those, without bias."""
         m, velocity = momentum, [self.velocity(state, p) for p in params]
-        foreach.scale_(velocity, m)
-        foreach.add_(velocity, gradients, 1 - m)
+        foreach.lerp_(velocity, gradients, 1 - m)
+        masses = list[float]()
         for p in params:
-            state[p][MASS] = m * state[p][MASS] + 1 - m
-        masses = [state[p][MASS] for p in params]
-        if self.nesterov:
-            velocity = foreach.scaled(velocity, m)
-            foreach.add_(velocity, gradients, 1 - m)
-            masses = [m * mass + 1 - m for mass in masses]
-        return foreach.divided(velocity, masses)
+            entry = state[p]
+            entry[MASS] = mass = m * entry[MASS] + 1 - m
+            masses.append(mass)
+        if not self.nesterov:
+            return foreach.divided(velocity, masses)
+        ahead = foreach.lerp(velocity, gradients, 1 - m)
+        foreach.divide_(ahead, [m * mass + 1 - m for mass in masses])
+        return ahead
 
     def noise(self, momentum: float) -> float:
         """That of a long average."""

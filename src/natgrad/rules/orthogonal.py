@@ -69,6 +69,11 @@ class Orthogonal(Rule):
             )
 
     @property
+    def descends(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Without factors, whose inverses rounding may spoil."""
+        return self.sides == "none"
+
+    @property
     def form(self) -> Form:
         """Roots of the damped inverses, the inverses, or other powers."""
         usual: Form = "root" if self.whitening == "half" else "inverse"

@@ -79,9 +79,9 @@ class Rule(ABC):
     """Whether it keeps a running second moment of its gradients."""
     corrects: ClassVar[bool] = False
     """Whether it needs the second moment of per-example gradients in the bases."""
-    elementwise: ClassVar[bool] = False
-    """Whether it multiplies each entry of the direction by a positive number, so that
-    no rounding can turn the update uphill."""
+    descends: ClassVar[bool] = False
+    """Whether no rounding can turn the update uphill: each entry of the direction is
+    multiplied by a positive number, or each singular value becomes another one."""
 
     sides: Sides = "both"
     """Which factors it needs: of the inputs, of the outputs, both or none."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.collectives import Collectives
 from tests.support.world import run_world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +20,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import natgrad
@@ -266,21 +266,6 @@ def _away(x: Tensor, want: Tensor) -> float:
     return float((x - want).abs().max())
 
 
-class Collectives(TorchDispatchMode):
-    """Names of all collectives that run inside, of torch's own tensors too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if "c10d" in function.namespace:
-            self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
-
-
 def strict_steps(rank: int, world: int) -> None:
     """No step gathers anything; a NaN in one shard skips the step on all ranks."""
     for name, dtype in (("polar", torch.float64), ("kfac", torch.float64)):
@@ -294,8 +279,9 @@ def strict_steps(rank: int, world: int) -> None:
             F.cross_entropy(model(x), y).backward()
             with Collectives() as seen:
                 stepper.step()
-            assert not [n for n in seen.names if "gather" in n], seen.names
-            swaps = [n for n in seen.names if "alltoall" in n]
+            names = [start.name for start in seen.starts]
+            assert not [n for n in names if "gather" in n], names
+            swaps = [n for n in names if "alltoall" in n]
             calls = own.traffic()["step"]
             planned = [n for n in ("reduce_gradients", "share_updates") if n in calls]
             assert len(swaps) == sum(calls[n]["calls"] for n in planned) == 2

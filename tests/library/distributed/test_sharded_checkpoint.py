@@ -96,6 +96,7 @@ def go_on(rank: int, world: int, path: str) -> list[dict[str, Tensor]]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_goes_on_in_any_world(tmp_path: Any) -> None:
+    pytest.importorskip("numpy", reason="torch's DCP gathers objects by NumPy")
     run_world(3, begin_and_save, 3, str(tmp_path), timeout=200)
     found = run_world(2, go_on, 2, str(tmp_path), timeout=300)
     for i, name in enumerate(RESUMED):

@@ -262,9 +262,7 @@ def one_process(case: Case) -> dict[str, Tensor]:
 def test_parallel_layers_train_as_one_process_does(world: int) -> None:
     """On 2 ranks alone, on 2 x 2 under fully_shard, on 2 x 2 x 2 under HSDP."""
     limit = 60 + 90 * world
-    results = run_world(
-        world, every_case, world, [*CASES], timeout=limit, checked=False
-    )
+    results = run_world(world, every_case, world, [*CASES], timeout=limit)
     for name, case in CASES.items():
         want = one_process(case)
         for parameters, _ in results:
@@ -319,8 +317,9 @@ def go_on(rank: int, path: str) -> list[dict[str, Tensor]]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_of_a_mesh_goes_on_in_other_worlds(tmp_path: Any) -> None:
-    run_world(4, begin_and_save, str(tmp_path), timeout=200, checked=False)
-    found = run_world(2, go_on, str(tmp_path), timeout=200, checked=False)
+    pytest.importorskip("numpy", reason="torch's DCP gathers objects by NumPy")
+    run_world(4, begin_and_save, str(tmp_path), timeout=200)
+    found = run_world(2, go_on, str(tmp_path), timeout=200)
     for i, name in enumerate(RESUMED):
         case = Case(name, steps=2 * HALF)
         want = one_process(case)

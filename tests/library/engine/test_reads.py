@@ -146,9 +146,9 @@ def convolutions() -> nn.Sequential:
 
 # Of a step that refreshes nothing, beyond those of torch.optim.SGD.
 OPERATIONS: dict[str, tuple[Make, int]] = {
-    "kfac": (kfac(refresh=Every(statistics=9, inverses=9), norm="skip"), 241),
-    "polar": (lambda model: Polar(model, lr=0.01, refresh=EVERY), 390),
-    "muon": (lambda model: natgrad.Muon(model, lr=0.01), 281),
+    "kfac": (kfac(refresh=Every(statistics=9, inverses=9), norm="skip"), 233),
+    "polar": (lambda model: Polar(model, lr=0.01, refresh=EVERY), 389),
+    "muon": (lambda model: natgrad.Muon(model, lr=0.01), 203),
 }
 
 

@@ -7,8 +7,10 @@ from torch import Tensor
 from natgrad.math import polar as module
 from natgrad.math.polar import (
     LEAST,
+    MUON,
     STEPS,
     gram_is_cheaper,
+    newton_schulz,
     polar,
     quintics,
 )
@@ -87,3 +89,23 @@ def test_symmetric_and_triangular_products_are_the_products(size: int) -> None:
         want = v @ (root.mT if transposed else root)
         found = triangular_product(v, root, transposed=transposed)
         torch.testing.assert_close(found, want, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 5e-5)]
+)
+@pytest.mark.parametrize("shape", [WIDE, (32, 288), (16, 40)])
+def test_muons_quintics_act_on_singular_values_in_both_forms(
+    shape: tuple[int, int], dtype: torch.dtype, error: float
+) -> None:
+    """By brute force; also on values that a Gram matrix hides without a restart."""
+    values = torch.logspace(0, -4, shape[0], dtype=torch.float64)
+    x = with_singular_values(values, shape[1])
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    y = s / s.square().sum().sqrt()
+    for a, b, c in MUON:
+        y = a * y + b * y**3 + c * y**5
+    want = ((u * y.unsqueeze(1)) @ v).to(dtype)
+    for given, expected in ((x, want), (x.mT, want.mT)):
+        found = newton_schulz(given.to(dtype))
+        torch.testing.assert_close(found, expected, rtol=0, atol=error)

@@ -195,8 +195,8 @@ def test_volumes_match_a_walk_over_all_pairs(plan: Plan) -> None:
                     leaves = set(item.destinations) != {rank}
                     gets = rank in item.destinations and plan.world > 1
                 else:
-                    leaves = rank in dict(item.legs)
-                    gets = any(rank in ranks for _, ranks in item.legs)
+                    leaves = rank in dict(item.routes)
+                    gets = any(rank in ranks for _, ranks in item.routes)
                 sent[rank] += item.elements * leaves
                 received[rank] += item.elements * gets
         assert exchange.volumes() == (sent, received)
@@ -319,7 +319,7 @@ def test_updates_travel_along_rows() -> None:
     blocks = [layer(f"b{i}", 3, 3) for i in range(3)]
     plan = make_plan(blocks, world=6, strategy=hybrid(1 / 3), placement="round_robin")
     assert [plan.workers[b.name] for b in blocks] == [(0, 3), (1, 4), (2, 5)]
-    legs = [item.legs for item in plan.exchanges["share_updates"].items]
+    legs = [item.routes for item in plan.exchanges["share_updates"].items]
     assert legs == [
         [(0, (1, 2)), (3, (4, 5))],
         [(1, (0, 2)), (4, (3, 5))],

@@ -14,9 +14,7 @@ from natgrad.plan import (
     Keeps,
     Plan,
     memory_of,
-    momentum_of,
     size_text,
-    weights_of,
 )
 from natgrad_lab.errors import UserError
 from natgrad_lab.simulate.work import Work
@@ -87,6 +85,26 @@ def memory_by_rank(
         for mine, own, held in zip(kept, momentum, weights, strict=True)
     ]
     return [row | {"total": sum(row.values())} for row in rows]
+
+
+def momentum_of(plan: Plan, *, sharded: bool, cut: bool = False) -> list[int]:
+    """Float32 bytes of momentum by rank; arguments as of `memory_by_rank`."""
+    if cut and plan.gradients == "sharded":
+        return weights_of(plan)
+    if not sharded:
+        return [FLOAT_BYTES * sum(b.elements for b in plan.blocks)] * plan.world
+    elements = [0] * plan.world
+    for block in plan.blocks:
+        for rank in plan.workers[block.name]:
+            alone = block.elementwise and block.cuts
+            elements[rank] += block.held(rank) if alone else block.elements
+    return [FLOAT_BYTES * count for count in elements]
+
+
+def weights_of(plan: Plan) -> list[int]:
+    """Float32 bytes of a sharded model's weights by rank."""
+    ranks = range(plan.world)
+    return [FLOAT_BYTES * sum(b.held(rank) for b in plan.blocks) for rank in ranks]
 
 
 def require_fit(rows: list[dict[str, int]], memory: int) -> None:

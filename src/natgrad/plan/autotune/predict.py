@@ -13,7 +13,7 @@ from dataclasses import replace
 from natgrad.plan.autotune.profile import Collective, HardwareProfile
 from natgrad.plan.buckets import Bucket, bucket_limit, make_buckets
 from natgrad.plan.exchange import Exchange, Item
-from natgrad.plan.loads import loads_of
+from natgrad.plan.loads import inversion_loads, precondition_loads
 from natgrad.plan.messages import AGREE, BUCKET_BYTES, CONTROL, Message, Wiring
 from natgrad.plan.plan import Plan
 from natgrad.plan.sequence import Departure, Leg, departures
@@ -212,20 +212,6 @@ def agree_seconds(profile: HardwareProfile, world: int) -> float:
     return profile.small(world)
 
 
-def loads(plan: Plan) -> tuple[list[float], list[float]]:
-    """Seconds of each rank's inversions, and of its preconditioning, alone."""
-    apply = [0.0] * plan.world
-    everyone = 0.0
-    for block in plan.blocks:
-        ranks, seconds = plan.workers[block.name], plan.cost.precondition(block)
-        if len(ranks) == plan.world:
-            everyone += seconds
-            continue
-        for rank in ranks:
-            apply[rank] += seconds
-    return loads_of(plan), [everyone + seconds for seconds in apply]
-
-
 def added_seconds(
     plan: Plan,
     profile: HardwareProfile,
@@ -239,45 +225,26 @@ def added_seconds(
     Statistics are reduced every ``statistics`` steps, inverted every ``inverses``.
     Estimating them is not in it. ``half`` names exchanges in half precision.
     """
-    invert, precondition = (max(profile.finish(each)) for each in loads(plan))
+    invert = max(profile.finish(inversion_loads(plan)))
+    precondition = max(profile.finish(precondition_loads(plan)))
     own = profile.slowdown(plan.world) * profile.block * len(plan.blocks)
     agree = agree_seconds(profile, plan.world)
     small = AGREEMENTS + (0 if is_measured(profile, plan.world) else CONTROLS)
 
-    def moved(name: str) -> float:
+    def moved(name: str, names: Sequence[str] | None = None) -> float:
         size = FLOAT_BYTES // 2 if name in half else FLOAT_BYTES
-        return exchange_seconds(plan, name, profile, element_bytes=size)
+        return exchange_seconds(plan, name, profile, names=names, element_bytes=size)
 
-    shared = _share_often(plan, profile, statistics, inverses, half)
+    # an S is used, and shared, as soon as it is estimated
+    moments = [s.name for s in plan.statistics if s.kind == "S"]
+    rest = [s.name for s in plan.statistics if s.kind != "S"]
+    often, seldom = moved("share_inverses", moments), moved("share_inverses", rest)
     return {
         "reduce_statistics": moved("reduce_statistics") / statistics,
         "invert": (invert + agree) / inverses,
-        "share_inverses": shared,
+        "share_inverses": often / statistics + seldom / inverses,
         "precondition": precondition,
         "reduce_gradients": moved("reduce_gradients"),
         "share_updates": moved("share_updates"),
         "overhead": own + small * agree,
     }
-
-
-def _share_often(
-    plan: Plan,
-    profile: HardwareProfile,
-    statistics: float,
-    inverses: float,
-    half: Collection[str],
-) -> float:
-    """Mean seconds a step of sharing inverses. An S goes with every estimate."""
-    name = "share_inverses"
-    size = FLOAT_BYTES // 2 if name in half else FLOAT_BYTES
-    names = [item.name for item in plan.exchanges[name].items]
-    moments = [s.name for s in plan.statistics if s.kind == "S"]
-    if not moments:
-        return exchange_seconds(plan, name, profile, element_bytes=size) / inverses
-    often = [n for n in names if n in set(moments)]
-    rest = [n for n in names if n not in set(moments)]
-    parts = ((often, statistics), (rest, inverses))
-    return sum(
-        exchange_seconds(plan, name, profile, names=x, element_bytes=size) / interval
-        for x, interval in parts
-    )

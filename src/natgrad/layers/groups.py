@@ -1,4 +1,4 @@
-"""A model's parameters as groups: the usual split, and those that a user names."""
+"""Parameter groups of a model: the usual ones, and those that a user names."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -9,6 +9,7 @@ from natgrad.layers.matrices import Matrix
 from natgrad.layers.options import LayerOptions
 from natgrad.layers.table import kind_of
 from natgrad.layers.unwrap import unwrap
+from natgrad.plan.describe import aligned
 from natgrad.rules.fallbacks import Adam
 from natgrad.rules.lengths import Free
 from natgrad.rules.motion import AverageGradients, FixedNorm
@@ -41,12 +42,7 @@ class GroupList(list[dict[str, Any]]):
 
     def __str__(self) -> str:
         head = ("group", "tensors", "elements", "rule", "first and last")
-        rows = [head, *(_row(group) for group in self)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        return "\n".join(
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        return "\n".join(aligned([head, *(_row(group) for group in self)]))
 
 
 def _row(group: dict[str, Any]) -> tuple[str, ...]:
