@@ -103,6 +103,13 @@ CASES: dict[str, Case] = {
         shape=(3, 32, 32),
         seconds={1: 100.0},
     ),
+    "digits": Case(
+        label="digits ResNet-8",
+        make=lambda: models.resnet8(in_channels=1),
+        batch=128,
+        shape=(1, 8, 8),
+        seconds={1: 15.0},
+    ),
     "mlp": Case(
         label="MLP 784-512-512-10",
         make=perceptron,

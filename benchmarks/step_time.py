@@ -44,6 +44,7 @@ TARGETS: dict[tuple[str, str], float] = {
     ("resnet20", TEN_HUNDRED): 1.08,
     ("resnet32", EVERY_STEP): 1.9,
     ("resnet32", TEN_HUNDRED): 1.08,
+    ("digits", TEN_HUNDRED): 1.3,
     ("mlp", EVERY_STEP): 4.0,
     ("mlp", TEN_HUNDRED): 1.8,
 }

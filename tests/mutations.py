@@ -47,8 +47,8 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     ),
     "Nesterov without its look-ahead": (
         "rules/motion.py",
-        "velocity = foreach.scaled(velocity, m)",
-        "velocity = foreach.scaled(velocity, 1.0)",
+        "ahead = foreach.lerp(velocity, gradients, 1 - m)",
+        "ahead = foreach.lerp(velocity, gradients, 0.0)",
     ),
     "micro-batches divided once": (
         "factors/averages.py",

@@ -10,7 +10,12 @@ from natgrad_lab.simulate.asked import options_asked, rules_asked, work_asked
 from natgrad_lab.simulate.memory import keeps_of, memory_by_rank
 from natgrad_lab.simulate.plan_command import PlanCommand, plan_asked
 
-MODELS = {"1B": "one_billion", "8B": "eight_billion", "tiny": "tiny"}
+MODELS = {
+    "1B": "one_billion",
+    "8B": "eight_billion",
+    "small": "small",
+    "tiny": "tiny",
+}
 METHODS = {
     "Polar": "polar",
     "Muon": "muon",

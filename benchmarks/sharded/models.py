@@ -75,6 +75,11 @@ def tiny() -> Transformer:
     return Transformer(SIZES["tiny"])
 
 
+def small() -> Transformer:
+    """4 million parameters: what a step is timed and measured with."""
+    return Transformer(SIZES["small"])
+
+
 def one_billion() -> Transformer:
     """1.5 billion parameters, the head and the table counted apart."""
     return Transformer(SIZES["1B"])

@@ -1,4 +1,4 @@
-"""Optimizers that people search by name: `SPNGD` with other options."""
+"""Published optimizers by their names: `SPNGD` with other options."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Errors that name the value and the legal ones."""
+"""Checks of arguments, whose errors name the value and what is legal."""
 
 import math
 from collections.abc import Collection

@@ -7,12 +7,14 @@ import pytest
 import torch
 from benchmarks.sharded.memory import STATE, planned, state
 from benchmarks.sharded.models import SIZES, Transformer
+from benchmarks.sharded.peak import Rank
 from tests.support.world import run_world
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import natgrad
+from natgrad.math.packing import packed_size
 from natgrad.math.shards import local
 from natgrad.plan import make_plan
 from natgrad_lab.simulate.memory import momentum_of
@@ -88,6 +90,30 @@ def test_ranks_keep_what_was_planned_and_less_with_more_of_them(world: int) -> N
             assert max(map(state, rows)) < alone
     for found in results:
         assert found["adamw"]["momentum"] == 2 * found["adamw"]["weights"]
+
+
+def in_use(rank: int, methods: list[str]) -> dict[str, dict[str, int]]:
+    return {method: Rank(method, "tiny").run() for method in methods}
+
+
+def test_a_rank_has_in_use_what_was_planned_and_peaks_fall_with_more_of_them() -> None:
+    """Beyond the plan: index tables of packed triangles, and a few numbers."""
+    size = SIZES["tiny"]
+    widths = size.width, size.keys, size.inner, size.words
+    tables = sum(4 * (n * n + packed_size(n)) for n in widths)
+    methods, alone = ["polar", "kfac", "muon"], dict[str, dict[str, int]]()
+    for world in (1, 2, 4):
+        results = run_world(world, in_use, methods, timeout=200)
+        for method in methods:
+            _, rows = planned("tiny", method, world)
+            for found, row in zip(results, rows, strict=True):
+                more = found[method]["after"] - state(row) - 2 * row["weights"]
+                assert 0 <= more <= tables + 1000, (method, world)
+            points = results[0][method]
+            most = {point: max(r[method][point] for r in results) for point in points}
+            # more than the square root of the world: some parts are those of a layer
+            for point, bytes_ in alone.setdefault(method, most).items():
+                assert most[point] <= bytes_ / world**0.5, (method, world, point)
 
 
 def test_planned_momentum_falls_with_the_world() -> None:

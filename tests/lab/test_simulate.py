@@ -567,13 +567,20 @@ def test_calibration_counts_the_collectives_that_run() -> None:
 
 
 def test_a_machine_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = tmp_path / "folder" / "profile.toml"
     arguments = f"--output {file} --sizes 4 16 --seconds 0.01 --worlds"
     assert calibrate_main(arguments.split()) == 0
-    assert str(file) in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert str(file) in said
+    assert "batched_up_to=" in said
+    assert "read only if NATGRAD_PROFILE names it" in said
     profile = find_profile(str(file))
+    monkeypatch.setenv("NATGRAD_PROFILE", str(file))
+    assert "optimizer on this machine reads it" in calibrate.told(profile, file)
     assert profile.flop > 0
     # differences of two measurements: on a busy machine nothing may be left
     assert min(profile.statistic, profile.apply, profile.block) >= 0

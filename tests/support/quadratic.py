@@ -4,6 +4,7 @@ Nothing here uses natgrad. A *part* is a function from weights by name to output
 the loss of those outputs; the objective is the mean of all parts.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,15 @@ class Part:
 def as_tuple(x: Any) -> Outputs:
     """Outputs are a tensor, or a tuple of tensors."""
     return x if isinstance(x, tuple) else (x,)
+
+
+def followed(
+    old: tuple[float, float], best: Sequence[float], trust: float
+) -> tuple[float, float]:
+    """Rates between the old and a batch's best, the first at most the best."""
+    (a, b), (x, y) = old, best
+    log = (1 - trust) * math.log(a) + trust * math.log(x) if a else math.log(x)
+    return min(math.exp(log), x), (1 - trust) * b + trust * y
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which forwards one loss is of, over how many terms it is, and what they have left.
+"""Micro-batches: which forwards one loss is of, its terms, and the sums of a step.
 
 Note [Micro-batches]
 A micro-batch is what one loss is of: mostly one forward of the model. Several forwards
@@ -49,7 +49,7 @@ class Token:
 
 @dataclass(kw_only=True, eq=False)
 class Forward:
-    """What one forward shows of its size.
+    """The sizes seen in one forward, which tell the number of terms of its loss.
 
     Attributes:
         arguments: the first dims of the tensors among the model's arguments.
@@ -274,7 +274,7 @@ class Call:
             del moments[INPUTS]
 
     def theirs(self, *, based: bool) -> Iterator[str]:
-        """The names of the statistics that a peer makes."""
+        """The names of the statistics of this call that another rank makes."""
         for s in self.kinds(based=based):
             if not (self.is_apart and s.kind == INPUTS):
                 yield s.name

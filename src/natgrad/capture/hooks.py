@@ -1,4 +1,4 @@
-"""Where a model and autograd call natgrad, also a model compiled, copied or saved.
+"""Hooks on a model and on autograd that also work when it is compiled or copied.
 
 Note [Compiled models]
 `torch.compile` does not notice hooks that change, and hooks that do anything cut its
@@ -302,7 +302,7 @@ def leaf_of(block: Block, module: nn.Module) -> Callable[[], Tensor]:
 
 
 class Sentinel:
-    """Watches one parameter, whose gradient stands for all of a step's."""
+    """Watches the gradient of one parameter, to see when a step's were cleared."""
 
     def __init__(self) -> None:
         self._watched: nn.Parameter | None = None

@@ -1,4 +1,4 @@
-"""What capture is told to look for, and whom it tells before the step."""
+"""What a step asks of capture, and who is told of sums before the step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Sent:
 
 
 class Sink(Protocol):
-    """Where sums go before the step, while forward and backward still run."""
+    """Takes sums before the step, to send them while forward and backward still run."""
 
     def made(self, name: str, x: Tensor) -> Sent | None:
         """A statistic of inputs, in the forward. None: it waits for its backward."""

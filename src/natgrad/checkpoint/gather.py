@@ -1,4 +1,4 @@
-"""All that is kept on every rank: for a checkpoint, or before owners change."""
+"""Gathers on all ranks what owners and workers keep, for a checkpoint or a new plan."""
 
 import hashlib
 import json

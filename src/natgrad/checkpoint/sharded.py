@@ -1,4 +1,4 @@
-"""Statistics as a state of parameters, the form in which torch shards optimizers.
+"""Statistics filed under parameters, as `torch.distributed.checkpoint` needs them.
 
 Note [Two forms of a state]
 ``optimizer.state_dict()`` has natgrad's state under a key of its own. But
@@ -75,7 +75,7 @@ def spread(kept: Kept, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 def collect(
     statistics: Statistics, filed: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Undo `spread`: what `Engine.load_state_dict` takes."""
+    """The inverse of `spread`: a state that `Engine.load_state_dict` takes."""
     states: dict[str, Any] = {}
     moments: dict[str, Any] = {}
     references: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What is kept as one dict, and back: statistics, moments, lengths, budget."""
+"""Saves statistics, moments, lengths and budget as one dict, and loads them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

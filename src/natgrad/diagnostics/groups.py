@@ -1,4 +1,4 @@
-"""By parameter group: what is a matrix, the rule, factors, owners and the cost."""
+"""The report by parameter group: rule, matrices, factors, owners and cost."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""What every block does, looked at every so many steps: `watch` and `diagnostics`.
+"""Records what every block does, every so many steps: `watch` and `diagnostics`.
 
 A look is one record: a dict of numbers, the same on all ranks. Spectra and changes come
 from the rank that owns a statistic, norms and angles from the first that works on the
@@ -8,6 +8,7 @@ what training computes. What the numbers mean is said in ``docs/diagnostics.md``
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 Sink = Callable[[Record], None]
+Told = dict[tuple[str, str], Tensor]
+"""Numbers by what they are of: "statistic" or "block" and its name, or all together."""
 
 SAMPLE = 1000
 PHASES = ("estimate", "sampled", "reduce", "refresh", "invert", "precondition")
@@ -90,9 +93,11 @@ class Probe:
         if not self.looks:
             return
         comm, now = self.statistics.comm, self.statistics.meter.clock()
-        told, shape = self._tell(now)
-        total = comm.agree(told) if comm.world > 1 else told
-        self.record = self._assemble(total.cpu(), shape)
+        told = self._tell(now)
+        flat = torch.cat(list(told.values()))
+        total = comm.agree(flat) if comm.world > 1 else flat
+        sums = total.cpu().split([len(x) for x in told.values()])
+        self.record = self._assemble(dict(zip(told, sums, strict=True)))
         self._norms, self._since, self._last = {}, now, self.statistics.step
         self._before, self._sent = self._counts(), self._traffic()
         if self.sink is not None and comm.rank == 0:
@@ -100,24 +105,24 @@ class Probe:
 
     # -- what this rank knows ---------------------------------------------------------
 
-    def _tell(self, now: float) -> tuple[Tensor, tuple[list[str], list[str]]]:
-        all_of, seconds = self.statistics, self._reader.take()
-        states, blocks = all_of.states, all_of.block.values()
-        host = [now - self._since, *(phase_sum(seconds, phase) for phase in TIMES)]
-        sent = self._traffic()
-        host += [sent[name] - self._sent[name] for name in EXCHANGES]
-        parts = [all_of.like.new_tensor(host, dtype=torch.float64)]
-        for name, s in states.items():
-            mine = all_of.plan.owners[name] == all_of.comm.rank
-            parts.append(self._spectrum(s) if mine else parts[0].new_zeros(SUMMARY))
-            change = (all_of.changes or {}).get(name) if mine else None
+    def _tell(self, now: float) -> Told:
+        """This rank's part of each number: a look is their sums over ranks."""
+        all_of, seconds, sent = self.statistics, self._reader.take(), self._traffic()
+        numbers = partial(all_of.like.new_tensor, dtype=torch.float64)
+        spent = [now - self._since, *(phase_sum(seconds, phase) for phase in TIMES)]
+        moved = [sent[name] - self._sent[name] for name in EXCHANGES]
+        told: Told = {("seconds", ""): numbers(spent), ("sent", ""): numbers(moved)}
+        for name, s in all_of.states.items():
             times = [seconds.get((phase, name), 0.0) for phase in STATISTIC[1:3]]
-            known = parts[0].new_tensor([0.0, *times, s.bytes()])
-            parts.append(known if change is None else _put(known, change))
-        for block in blocks:
-            spent = seconds.get(("precondition", block.name), 0.0)
-            parts.append(torch.cat((self._motion(block), parts[0].new_tensor([spent]))))
-        return torch.cat(parts), (list(states), [b.name for b in blocks])
+            row = numbers([0.0] * (SUMMARY + 1) + [*times, s.bytes()])
+            if all_of.owns(s):
+                row[:SUMMARY] = self._spectrum(s)
+                row[SUMMARY] = (all_of.changes or {}).get(name, 0.0)
+            told["statistic", name] = row
+        for name, block in all_of.block.items():
+            applied = numbers([seconds.get(("precondition", name), 0.0)])
+            told["block", name] = torch.cat((self._motion(block), applied))
+        return told
 
     def _spectrum(self, s: "StatisticState") -> Tensor:
         """Computed only for what was refreshed since the last look."""
@@ -161,24 +166,21 @@ class Probe:
 
     # -- what all ranks know ----------------------------------------------------------
 
-    def _assemble(self, total: Tensor, shape: tuple[list[str], list[str]]) -> Record:
-        all_of, names = self.statistics, shape[0]
+    def _assemble(self, told: Told) -> Record:
+        all_of = self.statistics
         steps, world = all_of.step - self._last, all_of.comm.world
-        head, rest = total[: 1 + len(TIMES)], total[1 + len(TIMES) :]
-        sent, rest = rest[: len(EXCHANGES)], rest[len(EXCHANGES) :]
-        width = SUMMARY + len(STATISTIC)
-        rows, rest = rest[: width * len(names)], rest[width * len(names) :]
-        by_statistic = dict(zip(names, rows.reshape(len(names), width), strict=True))
-        by_block = rest.reshape(len(shape[1]), len(BLOCK))
-        per_step = (head / world / steps).tolist()
+        by_statistic = {name: told["statistic", name] for name in all_of.states}
+        per_step = (told["seconds", ""] / world / steps).tolist()
+        sent = (told["sent", ""] / steps).tolist()
         seconds = dict(zip(("all", *TIMES), per_step, strict=True))
         statistics = {n: self._statistic(n, row) for n, row in by_statistic.items()}
         kept = sum(s["bytes"] for s in statistics.values())
         blocks: dict[str, Record] = {}
-        for name, values in zip(shape[1], by_block.tolist(), strict=True):
+        for name, block in all_of.block.items():
             # an S is the spectrum of the whole block in other words, and no factor
-            specs = [s for s in all_of.block[name].spec.statistics if s.kind != "S"]
+            specs = [s for s in block.spec.statistics if s.kind != "S"]
             parts = [(statistics[s.name], by_statistic[s.name]) for s in specs]
+            values: list[float] = told["block", name].tolist()
             found: dict[str, float] = dict(zip(BLOCK, values, strict=True))
             blocks[name] = {
                 **self._curvature(name, parts),
@@ -192,7 +194,7 @@ class Probe:
             "world": world,
             "lr": self._rate(),
             "seconds": seconds,
-            "traffic": dict(zip(EXCHANGES, (sent / steps).tolist(), strict=True)),
+            "traffic": dict(zip(EXCHANGES, sent, strict=True)),
             "kl": sum(b["kl"] for b in blocks.values() if math.isfinite(b["kl"])),
             "blocks": blocks,
             "statistics": statistics,
@@ -325,11 +327,6 @@ class Probe:
             planned = all_of.plan.exchanges[exchange]
             total += sum(n * size * planned.wire([k]) for k, n in counts.items())
         return total
-
-
-def _put(known: Tensor, change: Tensor) -> Tensor:
-    known[0] = change
-    return known
 
 
 def _mean_curvature(states: "Sequence[StatisticState]") -> float:

@@ -269,6 +269,7 @@ class Communicator:
     def end_step(self) -> None:
         """Close the counts of a step; ``traffic()["step"]`` is then that step's."""
         self.moved.end_step()
+        self.spares.end_step()
 
     def traffic(self) -> dict[str, Counts]:
         """Calls and bytes of this rank by exchange, of a step and in total.

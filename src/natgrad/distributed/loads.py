@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 
 class Spares:
-    """Buffers that are used again: as many as were ever taken at once, and no more.
+    """Buffers that are used again: as many as a step has taken at once, and no more.
 
     What is exchanged differs from step to step, and so do sizes.
     """
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._idle: list[Tensor] = []
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """At least ``size`` elements: the smallest that is free, or a new one."""
@@ -45,6 +46,14 @@ class Spares:
     def give(self, buffer: Tensor, device: torch.device) -> None:
         """Give back what was taken for a device."""
         self._free[buffer.dtype, device].append(buffer)
+        self._idle = [x for x in self._idle if x is not buffer]
+
+    def end_step(self) -> None:
+        """Drop what no exchange has used since the step before ended."""
+        idle = {id(x) for x in self._idle}
+        for key, free in self._free.items():
+            self._free[key] = [x for x in free if id(x) not in idle]
+        self._idle = [x for free in self._free.values() for x in free]
 
 
 @dataclass(frozen=True, kw_only=True)

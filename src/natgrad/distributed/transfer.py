@@ -280,7 +280,11 @@ class Flight:
         if self._missing and not self._plan.reduces:
             # Only now, so that no other rank waits for what does not come.
             raise ValueError(f"{self._missing} were not put. Must be, by their source.")
-        return self._own | results
+        results = self._own | results
+        # flight and walk refer to each other: buffers would stay until Python looks
+        for held in (self._loads, self._where, self._own, self.late):
+            held.clear()
+        return results
 
     def note_missing(self) -> None:
         """Remember what was not put."""

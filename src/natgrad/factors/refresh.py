@@ -1,4 +1,4 @@
-"""When a statistic is due: policies are frozen, their timing is kept per statistic."""
+"""Refresh policies: when a statistic is estimated, and inverted, again."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Timing:
 
 
 class Refresh(ABC):
-    """A rule that says when statistics and inverses are made again."""
+    """A policy that says when statistics and inverses are made again."""
 
     tolerance: float | None = None
     """If set, owners compare each new inverse with the two before it, and `judge`."""

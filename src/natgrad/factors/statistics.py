@@ -139,7 +139,8 @@ class Statistics(Averages):
         self._set_pace(verdict)
         moved = [s for s in due if not s.spec.is_local]
         estimated = self._estimate(moved, sums, verdict)
-        local = [s for s in due if s.spec.is_local and s.spec.block in verdict.present]
+        present = verdict.present
+        local = [s for s in due if s.spec.is_local and s.spec.block in present]
         estimated += self._estimate_local(local, gradients)
         # A due statistic without a usable estimate is tried again in the next step,
         # and its inverse waits with it.

@@ -1,4 +1,4 @@
-"""A block: one layer (or several that share a weight), and what its kind must say."""
+"""A block, which is one layer or several that share a weight, and `LayerKind`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -69,7 +69,7 @@ class Observed:
     members: Tensor | None = None
 
     def stand_for(self, scale: float) -> None:
-        """Each example that was looked at counts for so many; their sum is whole."""
+        """Scale the sums of some of the examples to those of all."""
         if scale != 1.0:
             for moment in self.moments.values():
                 moment.mul_(scale)
@@ -197,7 +197,8 @@ def setting(module: nn.Module, name: str) -> Any:
 
 def trainable(module: nn.Module, name: str) -> nn.Parameter | None:
     """A trainable parameter, or None if it is absent or frozen."""
-    found = dict(module.named_parameters(recurse=False)).get(name)
+    # asked in each step: no generator
+    found = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
     return found if found is not None and found.requires_grad else None
 
 
@@ -269,7 +270,7 @@ class Block:
         """Raise if the layer has other parameters since."""
         if self.kind is None or not self.modules:
             return
-        found = dict(self.modules[0].named_parameters(recurse=False))
+        found = self.modules[0]._parameters  # pyright: ignore[reportPrivateUsage]
         if found.get(self.kind.weight_name) is not self.parameters[0]:
             raise RuntimeError(
                 f"The {self.kind.weight_name} of {self.name} is another tensor than "

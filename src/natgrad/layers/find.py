@@ -1,4 +1,4 @@
-"""A model is cut into blocks; of a parameter without one, why."""
+"""Cuts a model into blocks, and says why a parameter is in none."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A model's parameters as groups: the usual split, and those that a user names."""
+"""Parameter groups of a model: the usual ones, and those that a user names."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""Normalisation layers: a scale and a shift a channel, from per-example gradients.
+"""Normalisation layers: scale and shift per channel, from per-example gradients.
 
 The Fisher of ``y = gamma xhat + beta`` is formed from each example's own gradient
 ``(sum of g xhat, sum of g)`` a channel, kept 2x2 a channel (``unit``: SP-NGD,

@@ -1,4 +1,4 @@
-"""What a layer must know of the options, and how they choose its statistics."""
+"""The options that change what a layer computes, and which statistics it has."""
 
 from dataclasses import dataclass
 

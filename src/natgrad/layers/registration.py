@@ -1,4 +1,4 @@
-"""A model's parameters as blocks, and warnings about those that are never called."""
+"""Gives the blocks of a model their rules; warns of layers that are never called."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence

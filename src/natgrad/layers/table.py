@@ -1,4 +1,4 @@
-"""Which kind of block a module gets: one row a module type, open to users."""
+"""Which kind of block a module gets: a row per module type, and users may add rows."""
 
 from dataclasses import dataclass
 

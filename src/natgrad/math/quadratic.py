@@ -19,7 +19,7 @@ DRIFT = 0.1
 """Rates that change by no more, the first relative to itself, hold for longer."""
 DOUBTED = 0.5
 """A trust below this keeps damping from falling."""
-RAREST = 4
+RAREST = 8
 """Steps between two solutions, at most."""
 LONGEST = 1.0
 """Of the last step at most this much is taken again, or taken back."""
@@ -131,11 +131,24 @@ def adapted(
     return damping, min(streak, 0)
 
 
+def followed(old: Numbers, new: Numbers, trust: float) -> tuple[float, float]:
+    """Learning rate and momentum that follow what one batch finds.
+
+    By ``trust``, the part of a batch's step that is good for others: all of it while
+    that is 1. The learning rate, a scale, follows in its logarithm, and is never
+    above what this batch finds.
+    """
+    (a, b), (x, y) = old, new
+    if 0 < a < x:
+        x = a ** (1 - trust) * x**trust
+    return x, b + trust * (y - b)
+
+
 def paced(interval: int, old: Numbers, new: Numbers, ratio: float) -> int:
     """Steps until learning rate and momentum are to be found again.
 
-    Twice as many as before, up to four, if they have hardly changed since the last time
-    and the last reduction ratio says that the model is nearly exact.
+    Twice as many as before, up to eight, if they have hardly changed since the last
+    time and the last reduction ratio says that the model is nearly exact.
     """
     (a, b), (x, y) = old, new
     still = abs(x - a) <= DRIFT * abs(a) and abs(y - b) <= DRIFT

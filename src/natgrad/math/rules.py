@@ -50,10 +50,10 @@ def adaptive_scale(
     that never had a gradient stay as they are, zero. The root counts as at least that
     of the smallest normal number: squares below it are rounded to nothing.
     """
-    root = square.sqrt()
     floor = damping * (mean_of_entries(square) if mean is None else mean).sqrt()
-    least = torch.finfo(root.dtype).tiny ** 0.5
-    return rotated / (root + floor).clamp_min(least)
+    least = torch.finfo(square.dtype).tiny ** 0.5
+    root = square.sqrt().add_(floor).clamp_min_(least)
+    return torch.div(rotated, root, out=root)
 
 
 def corrected_scale(

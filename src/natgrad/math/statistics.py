@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from natgrad.math.parts import stacked
+from natgrad.math.precision import HALF
 from natgrad.math.products import (
     add_product,
     as_operand,
     completed,
     outer,
     sum_dtype,
+    symmetric_product,
 )
 
 Rows = slice | EllipsisType
@@ -30,7 +32,8 @@ VECTORS_A_ROW = 2
 
 def widen(x: Tensor) -> Tensor:
     """``x`` in float32 if it is in a narrower floating type, else as it is."""
-    return x.to(sum_dtype(x))
+    wide = x.dtype == torch.float32 or x.dtype == torch.float64
+    return x if wide else x.to(torch.float32)
 
 
 def gram(rows: Tensor, size: int | None = None) -> Tensor:
@@ -62,7 +65,7 @@ def own_moment(
         missing = parts * size - rows.shape[1]
         padded = torch.nn.functional.pad(rows, (0, 0, 0, missing))
         rows = padded.unflatten(1, (parts, size)).flatten(0, 1)
-    return outer(rows)
+    return outer(rows) if rows.dtype in HALF else symmetric_product(rows, rows.mT)
 
 
 def append_ones(moment: Tensor, sums: Tensor, count: int) -> Tensor:

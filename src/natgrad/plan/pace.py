@@ -1,4 +1,4 @@
-"""What inverting will cost, from shapes alone: said before, and kept to a share.
+"""What inversions will cost, from shapes alone: to announce them and to pace them.
 
 Note [A pace that follows cost]
 The cost model knows what each inversion takes, and of a step what applying the inverses

@@ -1,4 +1,4 @@
-"""Parameters of which each rank has a part: their way to workers, and updates' back.
+"""Sharded parameters: gradients move to workers, and updates back, in pieces.
 
 Note [Pieces]
 Under `fully_shard` and tensor parallelism a gradient arrives averaged, cut into boxes:

@@ -98,35 +98,52 @@ class Rates:
 
     def find(self, moves: Moves) -> None:
         """Write the rates of the coming change into the groups."""
-        tuner, state = self._tuner, self._optimizer.state
-        scales = [self._scale(i) for i in range(len(self._groups))]
+        tuner, groups = self._tuner, self._groups
+        scales = [self._scale(i) for i in range(len(groups))]
         first = scales[0] or 1.0
-        parts = {id(g): s / first for g, s in zip(self._groups, scales, strict=True)}
-        names = tuner.names()
-        update: dict[str, Tensor] = {}
-        last: dict[str, Tensor] = {}
-        decay: dict[str, float] = {}
-        for group, average, params, updates in moves:
-            velocities = [average.velocity(state, p) for p in params]
-            lr = parts[id(group)] if tuner.finds_lr else float(group["lr"])
-            momentum = 1.0 if tuner.finds_momentum else float(group["momentum"])
-            for p, u, v in zip(params, updates, velocities, strict=True):
-                name = names[id(p)]
-                update[name], last[name] = u * -lr, v * momentum
-                decay[name] = float(group["weight_decay"])
-        # what has no gradient does not move now: its last change will be none
-        at_rest = [v for p, v in self._velocities() if names[id(p)] not in last]
-        if at_rest:
-            foreach.scale_(at_rest, 0.0)
-        found = tuner.solve(update, last, decay, scales[0])
-        for group in self._groups:
+        parts = {id(g): s / first for g, s in zip(groups, scales, strict=True)}
+        moves = [*moves]
+        self._rest(moves)
+        if tuner.solves:
+            found = tuner.solve(*self._directions(moves, parts), scales[0])
+        else:
+            found = tuner.hold(scales[0])
+        for group in groups:
             if tuner.finds_lr:
                 group["lr"] = found[0] * parts[id(group)]
             if tuner.finds_momentum:
                 group["momentum"] = found[1]
-        tuner.lr, tuner.momentum = (float(self._groups[0][n]) for n in FIRST)
-        lrs = [float(g["lr"]) for g in self._groups]
+        tuner.lr, tuner.momentum = (float(groups[0][n]) for n in FIRST)
+        lrs = [float(g["lr"]) for g in groups]
         tuner.written = [*zip(lrs, scales, strict=True)]
+
+    def _rest(self, moves: Moves) -> None:
+        """What has no gradient does not move now: its last change will be none."""
+        moving = {id(p) for _, _, params, _ in moves for p in params}
+        at_rest = [v for p, v in self._velocities() if id(p) not in moving]
+        if at_rest:
+            foreach.scale_(at_rest, 0.0)
+
+    def _directions(
+        self, moves: Moves, parts: dict[int, float]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+        """The update, the last step and the weight decay, by name.
+
+        ``parts`` are the groups' parts of the learning rate, by their ids.
+        """
+        tuner, names, state = self._tuner, self._tuner.names(), self._optimizer.state
+        update: dict[str, Tensor] = {}
+        last: dict[str, Tensor] = {}
+        decay: dict[str, float] = {}
+        for group, average, params, updates in moves:
+            lr = parts[id(group)] if tuner.finds_lr else float(group["lr"])
+            momentum = 1.0 if tuner.finds_momentum else float(group["momentum"])
+            for p, u in zip(params, updates, strict=True):
+                name = names[id(p)]
+                update[name] = u * -lr
+                last[name] = average.velocity(state, p) * momentum
+                decay[name] = float(group["weight_decay"])
+        return update, last, decay
 
     def judge(self) -> None:
         """Let damping follow; take a step back that made the objective worse.

@@ -14,6 +14,7 @@ from natgrad.factors.statistics import Statistics
 from natgrad.math.outputs import Product, sampled_gradients
 from natgrad.math.quadratic import (
     change,
+    followed,
     minimiser,
     paced,
     reduction_ratio,
@@ -71,6 +72,7 @@ class Tuner:
         self._reached = math.inf
         self._solution, self._interval, self._again = (0.0, 0.0), 1, 0
         self._promised = 0.0
+        self._parameters: dict[str, nn.Parameter] = {}
         self._runs: list[Run] = []
         self._hessians: list[Product] = []
         self._expected: tuple[float, float, Mapping[str, float]] | None = None
@@ -85,6 +87,12 @@ class Tuner:
         step, every = self._statistics.step, self._damping.options.every
         # at first, and after a step that was bad, the next may be as bad
         return step < every or step % every == 0 or self.ratio < 0
+
+    @property
+    def solves(self) -> bool:
+        """Whether this step needs products with the Gauss-Newton matrix."""
+        finds = self.finds_lr or self.finds_momentum
+        return self.is_due or (finds and self._statistics.step >= self._again)
 
     def damping(self) -> float:
         """Lambda of the quadratic model."""
@@ -106,6 +114,7 @@ class Tuner:
             )
         sampled = self._options.fisher == "sampled"
         zero_grad()
+        self._parameters = dict(self._model.named_parameters())
         self._runs, self._hessians = [], []
         if sampled:  # the gradients drawn have the scale of the whole step's loss
             self._capture.set_loss_terms(1, whole_step=True)
@@ -121,20 +130,22 @@ class Tuner:
     def _run(self, closure: Closure, share: float, sampled: bool) -> None:
         capture, blocks = self._capture, self._statistics.block.values()
         run = Run(closure, [self._statistics.like.device], share)
-        with capture.ignoring():
-            product = output_hessian(run, self._options.hessian)
-        if sampled and capture.armed.due:
+        solves, draws = self.solves, sampled and bool(capture.armed.due)
+        if solves or draws:
             with capture.ignoring():
-                drawn = sampled_gradients(run.outputs, product)
-            drawn_backward(capture, blocks, run.outputs, drawn)
-        (run.loss * share).backward(retain_graph=True)  # pyright: ignore[reportUnknownMemberType]
+                product = output_hessian(run, self._options.hessian)
+            self._hessians.append(product)
+            if draws:
+                with capture.ignoring():
+                    drawn = sampled_gradients(run.outputs, product)
+                drawn_backward(capture, blocks, run.outputs, drawn)
+        (run.loss * share).backward(retain_graph=solves)  # pyright: ignore[reportUnknownMemberType]
         self._runs.append(run)
-        self._hessians.append(product)
 
     def _first_damping(self) -> float:
         """The curvature along the mean gradient of all ranks."""
         comm, weights, own = self._statistics.comm, self._weights(), self._gradients()
-        trained = {n for n, p in self._model.named_parameters() if p.requires_grad}
+        trained = {n for n, p in self._parameters.items() if p.requires_grad}
         gradients = {
             n: own[n] if n in own else torch.zeros_like(w)
             for n, w in weights.items()
@@ -148,13 +159,13 @@ class Tuner:
 
     def names(self) -> dict[int, str]:
         """The names of parameters, by their ids."""
-        return {id(p): name for name, p in self._model.named_parameters()}
+        return {id(p): name for name, p in self._parameters.items()}
 
     def _weights(self) -> dict[str, Tensor]:
-        return {n: p.detach() for n, p in self._model.named_parameters()}
+        return {n: p.detach() for n, p in self._parameters.items()}
 
     def _gradients(self) -> dict[str, Tensor]:
-        named = self._model.named_parameters()
+        named = self._parameters.items()
         return {n: p.grad for n, p in named if p.grad is not None}
 
     def along(
@@ -185,31 +196,34 @@ class Tuner:
     ) -> tuple[float, float]:
         """Coefficients of the update and of the last step; 1 of what is not sought.
 
-        They are the least of the damped quadratic model (Martens and Grosse 2015,
-        section 7), of which the first is then multiplied by `trust` and ``scale``.
+        They follow the least of the damped quadratic model (Martens and Grosse 2015,
+        section 7) by `trust`, which with ``scale`` then multiplies the first.
         ``decay`` is the weight decay by name.
         """
-        self._expected = self._predicted = None
-        if not (self.finds_lr or self.finds_momentum or self.is_due):
-            return 1.0, 1.0
-        if not self.is_due and self._statistics.step < self._again:
-            self._predicted = self._promised  # what a bad step is known by
-            return self._scaled(self._solution, scale)
         lr, momentum = self.finds_lr, self.finds_momentum
         fixed = (None if lr else 1.0, None if momentum else 1.0)
         along = self.along([update, last], self._weights(), self._gradients(), decay)
         damped = along.damped(self.damping())
-        found = minimiser(along.slopes, damped, fixed)
-        self._interval = paced(self._interval, self._solution, found, self.ratio)
-        self._again = self._statistics.step + self._interval
-        self._solution = found
         if lr:
             self.trust = trusted(self.trust, along.slopes[1], damped[1][1])
+        best, old = minimiser(along.slopes, damped, fixed), self._solution
+        found = followed(old, best, self.trust)
+        self._interval = paced(self._interval, old, found, self.ratio)
+        self._again = self._statistics.step + self._interval
+        self._solution = found
         x = self._scaled(found, scale)
         self._promised = self._predicted = change(along.slopes, along.products, x)
         if self.is_due:
             self._expect(self._predicted, decay)
         return x
+
+    def hold(self, scale: float) -> tuple[float, float]:
+        """As `solve`, in a step that does not `solves`: what was found last."""
+        self._expected = self._predicted = None
+        if not (self.finds_lr or self.finds_momentum):
+            return 1.0, 1.0
+        self._predicted = self._promised  # what a bad step is known by
+        return self._scaled(self._solution, scale)
 
     def _scaled(self, x: tuple[float, float], scale: float) -> tuple[float, float]:
         return (x[0] * self.trust * scale, x[1]) if self.finds_lr else x

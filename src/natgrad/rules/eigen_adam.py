@@ -62,6 +62,11 @@ class EigenAdam(Rule):
         require_number("beta2", self.beta2, "in [0, 1)", low=0.0, below=1.0)
 
     @property
+    def descends(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """In any basis each entry is multiplied by a positive number."""
+        return not self.orthogonal
+
+    @property
     def form(self) -> Form:
         """Always eigenbases."""
         return "eigen"

@@ -51,7 +51,8 @@ class Adam(Rule):
         """``rate V / (sqrt(S) + damping rms)``."""
         square = x.moment(x.gradient, self.beta2)
         mean = x.mean(square)
-        return adaptive_scale(x.direction, square, self.damping, mean) * self.rate
+        scaled = adaptive_scale(x.direction, square, self.damping, mean)
+        return scaled if self.rate == 1 else scaled.mul_(self.rate)
 
 
 def is_fallback(rule: Rule) -> bool:

@@ -122,8 +122,7 @@ class References:
             return
         grown = self.last_grown = self.grown(blocks, like)
         warn = warn and not self._warned
-        if grown:
-            self._warned = True
+        self._warned |= bool(grown)
         if grown and warn:
             worst = max(grown, key=lambda name: grown[name])
             warnings.warn(
@@ -202,7 +201,7 @@ def weight_norms(blocks: "Sequence[Block]", like: Tensor) -> Tensor:
 
 def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
     """Scalars as one vector."""
-    return torch.stack([x.to(like) for x in numbers])
+    return torch.stack([x if x.dtype == like.dtype else x.to(like) for x in numbers])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,7 +353,9 @@ class LayerTrust(Length):
         sight: Sight,
     ) -> Sequence[Tensor]:
         """Norms of updates, peaks and norms of gradients, norms of directions."""
-        found = [foreach.norms(updates), foreach.peaks(gradients)]
+        same = all(u is g for u, g in zip(updates, gradients, strict=True))  # LARS
+        sizes = foreach.norms(updates)
+        found = [sizes, sizes if same else foreach.peaks(gradients)]
         if self.memory is not None:
             directions = [sight.directions[name] for name in names]
             found += [foreach.norms(gradients), foreach.norms(directions)]
@@ -379,8 +380,7 @@ class LayerTrust(Length):
                 weight = b.fold([b.parameters[0].detach()]) if now else update
                 moving, shares[i] = moving_part(weight, update)
                 # of rows that were not looked at when training began, the usual norm
-                past = norms[i] * shares[i].sqrt()
-                norms[i] = moving if now else past
+                norms[i] = moving if now else norms[i] * shares[i].sqrt()
         return stacked(norms, like), stacked(shares, like)
 
     def _fading(

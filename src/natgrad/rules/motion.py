@@ -16,6 +16,7 @@ from torch import Tensor
 
 from natgrad.math import foreach
 from natgrad.math.precondition import rescale_factor
+from natgrad.math.products import sum_dtype
 from natgrad.math.rules import averaged_noise
 from natgrad.math.shards import local
 from natgrad.math.statistics import widen
@@ -45,14 +46,15 @@ class Average:
 
     def velocity(self, state: State, p: Tensor) -> Tensor:
         """That of a parameter, at first zero; in float32 or better."""
-        entry, like = state[p], widen(p)
+        entry = state[p]
         if VELOCITY not in entry:
-            entry[VELOCITY] = torch.zeros_like(like)
+            entry[VELOCITY] = torch.zeros_like(widen(p))
             if self.keeps_mass:
                 entry[MASS] = 0.0
-        # the model may have been converted
-        entry[VELOCITY] = entry[VELOCITY].to(like.device, like.dtype)
-        return local(entry[VELOCITY])
+        kept, wide = entry[VELOCITY], sum_dtype(p)
+        if kept.dtype != wide or kept.device != p.device:  # the model was converted
+            kept = entry[VELOCITY] = kept.to(p.device, wide)
+        return local(kept)
 
     def keep_whole(self, state: State, p: Tensor, like: Tensor) -> None:
         """Keep the velocity of a parameter that is cut on the rank that works on it.

@@ -36,6 +36,8 @@ class Preconditioner:
         self.statistics = statistics
         self.stacks = Stacks()
         self.moments = Moments(self.stacks)
+        self._kinds: dict[Hashable, int] = {}
+        self._fixed: tuple[object, dict[str, Hashable]] = None, {}
 
     def __call__(
         self,
@@ -44,8 +46,9 @@ class Preconditioner:
         gradients: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """Updates ``(s, m, n)`` by block name."""
-        updates: dict[str, Tensor] = {}
-        for group in self._groups(blocks):
+        plain = [b.name for b in blocks if isinstance(b.rule, Plain)]
+        updates = {name: directions[name] for name in plain}
+        for group in self._groups([b for b in blocks if b.name not in updates]):
             shares = {b.name: float(b.spec.elements) for b in group}
             with self.statistics.meter("precondition", shares):
                 v, rule = _joined(group, directions), group[0].rule
@@ -56,7 +59,7 @@ class Preconditioner:
         return updates
 
     def _groups(self, blocks: "Sequence[Block]") -> "list[list[Block]]":
-        """Blocks that one product can do together, most of them alone."""
+        """Blocks that one product can do together."""
         groups: dict[Hashable, list[Block]] = {}
         for block in blocks:
             groups.setdefault(self._alike(block), []).append(block)
@@ -64,20 +67,29 @@ class Preconditioner:
 
     def _alike(self, block: "Block") -> Hashable:
         """What the blocks of a group have in common."""
-        if isinstance(block.rule, Plain) or block.spec.elements > TOGETHER_UP_TO:
-            return block.name
+        plan, known = self._fixed
+        if plan is not self.statistics.plan:  # who works on what has changed
+            known = dict[str, Hashable]()
+            self._fixed = self.statistics.plan, known
+        if block.name not in known:
+            known[block.name] = self._always_alike(block)
         states = self.statistics.states
-        sides = [
-            (s.kind, s.stack, s.size, s.diagonal, states[s.name].inverse is None)
-            for s in block.spec.statistics
-        ]
-        # All workers of a block have the same group: rounding may depend on it.
-        workers = tuple(self.statistics.plan.workers[block.name])
+        missing = [states[s.name].inverse is None for s in block.spec.statistics]
         # All moments of a group have the same bias.
         steps = self.moments.steps(block.name) if block.rule.adapts else 0
+        return known[block.name], steps, *missing
+
+    def _always_alike(self, block: "Block") -> Hashable:
+        """That part of it which no step changes, as a number."""
+        if block.spec.elements > TOGETHER_UP_TO:
+            return block.name
+        sides = [(s.kind, s.stack, s.size, s.diagonal) for s in block.spec.statistics]
+        # All workers of a block have the same group: rounding may depend on it.
+        workers = tuple(self.statistics.plan.workers[block.name])
         # What is cut has the same group on all ranks, which ask for its mean together.
         cuts = [(c.shape, c.pieces[0].sizes) for c in block.spec.cuts if block.is_cut]
-        return block.rule, block.shape, tuple(sides), workers, steps, *cuts
+        key = block.rule, block.shape, tuple(sides), workers, *cuts
+        return self._kinds.setdefault(key, len(self._kinds))
 
     def _seen(
         self,
@@ -149,7 +161,7 @@ class Preconditioner:
 
         Or forget them. See Note [Second moments and bases].
         """
-        if not old:
+        if not old or not self.statistics.last.inverted:
             return
         new = self.bases()
         changed = [name for name in old if is_replaced(old[name], new[name])]
@@ -168,6 +180,10 @@ class Preconditioner:
             state.history = [moved(x, shape, *pair) for x in state.history]
             if state.inverse is not None:
                 state.inverse = (moved(state.inverse[0], shape, *pair),)
+        # what the next step applies first is joined in the step that changed it
+        late = [self.statistics.block[name] for name in old if rules[name].late]
+        for group in self._groups(late):
+            self._inverses(group)
 
     def _scales(self, blocks: Sequence[str]) -> "list[StatisticState]":
         """The S of blocks that have one."""

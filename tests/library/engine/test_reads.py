@@ -148,7 +148,7 @@ def convolutions() -> nn.Sequential:
 OPERATIONS: dict[str, tuple[Make, int]] = {
     "kfac": (kfac(refresh=Every(statistics=9, inverses=9), norm="skip"), 233),
     "polar": (lambda model: Polar(model, lr=0.01, refresh=EVERY), 389),
-    "muon": (lambda model: natgrad.Muon(model, lr=0.01), 208),
+    "muon": (lambda model: natgrad.Muon(model, lr=0.01), 203),
 }
 
 

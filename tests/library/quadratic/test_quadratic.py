@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.quadratic import Dense, Outputs, Part, as_tuple, flat
+from tests.support.quadratic import Dense, Outputs, Part, as_tuple, flat, followed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -97,6 +97,7 @@ CASES = (
     "gaussian_log",
     "own",
 )
+RATES = ("lr", "momentum", "trust")
 BEGIN = natgrad.AutoDamping(initial=0.02, every=1)
 
 
@@ -129,11 +130,11 @@ def spngd(model: nn.Module, **options: Any) -> natgrad.SPNGD:
 
 @pytest.mark.parametrize("name", CASES)
 def test_rates_and_prediction_are_those_of_the_dense_matrix(name: str) -> None:
-    """The step minimises the damped model over its two directions."""
+    """They follow the least of the damped model over the two directions."""
     model, part, options = case(name)
     dense = Dense(model, [part], 0.01)
     optimizer = spngd(model, **options)
-    last, group = None, optimizer.param_groups[0]
+    last, group, rates = None, optimizer.param_groups[0], (0.0, 0.0)
     for _ in range(3):
         theta = theta_of(model)
         damping = optimizer.health()["damping"]
@@ -143,12 +144,12 @@ def test_rates_and_prediction_are_those_of_the_dense_matrix(name: str) -> None:
         )
         step = theta_of(model) - theta
         b, g = dense.matrix(theta), dense.gradient(theta)
-        found = step if last is None else step - group["momentum"] * last
-        best = step + (1 / optimizer.health()["trust"] - 1) * found
-        left = g + b @ best + damping * best
-        for direction in [found] if last is None else [found, last]:
-            scale = float(g.norm() * direction.norm())
-            assert abs(float(left @ direction)) < 1e-9 * scale
+        lr, momentum, trust = (optimizer.health()[n] for n in RATES)
+        update = (step if last is None else step - momentum * last) / lr
+        two = torch.stack([update] if last is None else [update, last])
+        best = torch.linalg.solve(two @ (b @ two.T + damping * two.T), -two @ g)
+        rates = followed(rates, (*best.tolist(), 0.0)[:2], trust)
+        assert (lr, momentum) == pytest.approx((trust * rates[0], rates[1]), rel=1e-7)
         true = dense.objective(theta + step) - dense.objective(theta)
         predicted = g @ step + step @ b @ step / 2
         assert optimizer.health()["ratio"] == pytest.approx(float(true / predicted))
@@ -181,6 +182,7 @@ def test_each_can_be_on_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     chosen = numbers | {name: BEGIN if name == "damping" else "auto"}
     optimizer = spngd(model, **chosen, weight_decay=0.0)
     dense, last, group = Dense(model, [part], 0.0), None, optimizer.param_groups[0]
+    found = 0.0
     for _ in range(3):
         theta, damping = theta_of(model), optimizer.health()["damping"]
         optimizer.step(closure_of(model, part))
@@ -193,10 +195,14 @@ def test_each_can_be_on_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
             else:
                 assert beyond == pytest.approx(0.0, abs=1e-12)
         if last is not None and name == "lr":
-            along = step - group["momentum"] * last
-            more = (1 / optimizer.health()["trust"] - 1) * along
-            left = left + dense.matrix(theta) @ more + damping * more
-            assert float(left @ along) == pytest.approx(0.0, abs=1e-12)
+            along = (step - group["momentum"] * last) / group["lr"]
+            curved = dense.matrix(theta) @ along + damping * along
+            best = group["lr"] - float(left @ along) / float(curved @ along)
+            trust = optimizer.health()["trust"]
+            found = followed((found, 0.0), (best, 0.0), trust)[0]
+            assert group["lr"] == pytest.approx(trust * found)
+        elif name == "lr":
+            found = group["lr"] / optimizer.health()["trust"]
         last = step
     kept = {n: group[n] for n in ("lr", "momentum") if n != name}
     assert kept == {n: numbers[n] for n in kept}

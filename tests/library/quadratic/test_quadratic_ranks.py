@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.library.quadratic.test_quadratic import case, closure_of, theta_of
-from tests.support.quadratic import Dense
+from tests.support.quadratic import Dense, followed
 from tests.support.world import run_world
 from torch import Tensor
 from torch.nn import functional as F
@@ -138,11 +138,12 @@ def test_ranks_agree_with_the_dense_matrix_of_all_data(
     dense = Dense(model, parts, 0.01)
     (before, _), (theta, old), (after, now) = traces[0][0][:3]
     step, last = after - theta, theta - before
-    best = step + (1 / now["trust"] - 1) * (step - now["momentum"] * last)
-    left = dense.gradient(theta) + dense.matrix(theta) @ best + old["damping"] * best
-    scale = float(dense.gradient(theta).norm() * step.norm())
-    assert abs(float(left @ last)) < 1e-9 * scale
-    assert abs(float(left @ step)) < 1e-9 * scale
+    two = torch.stack([(step - now["momentum"] * last) / now["lr"], last])
+    damped = dense.matrix(theta) @ two.T + old["damping"] * two.T
+    best = torch.linalg.solve(two @ damped, -two @ dense.gradient(theta)).tolist()
+    rates = followed((old["lr"] / old["trust"], old["momentum"]), best, now["trust"])
+    expected = now["trust"] * rates[0], rates[1]
+    assert (now["lr"], now["momentum"]) == pytest.approx(expected, rel=1e-7)
     true = dense.objective(after) - dense.objective(theta)
     predicted = dense.gradient(theta) @ step + step @ dense.matrix(theta) @ step / 2
     assert now["ratio"] == pytest.approx(float(true / predicted))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import tyro
 
+from natgrad.math.tuning import CPU, PLAIN, VARIABLE
 from natgrad.plan.autotune import (
     Collective,
     HardwareProfile,
@@ -64,8 +66,34 @@ def main(arguments: Sequence[str]) -> int:
         pass
     profile = calibrate(asked)
     save_profile(profile, output)
-    print(f"profile: {output}")
+    print(told(profile, output))
     return 0
+
+
+def told(profile: HardwareProfile, output: Path) -> str:
+    """What was found, and who will read it."""
+    link, tuning = profile.inside, profile.tuning
+    lines = [f"profile: {output}", f"products: {1e-9 / profile.flop:.0f} GFLOP/s"]
+    if profile.collectives:
+        speed = f"{1e6 * link.latency:.0f} us, {1e-9 * link.bandwidth:.2f} GB/s"
+        lines.append(f"between ranks: {speed}")
+    if tuning is not None:
+        usual = CPU if tuning.device == CPU.device else PLAIN
+        sizes = ("batched_up_to", "panel", "block_bytes")
+        pairs = [(name, getattr(tuning, name), getattr(usual, name)) for name in sizes]
+        lines.append(
+            "tuning: " + ", ".join(f"{n}={x} (built in {y})" for n, x, y in pairs)
+        )
+    read = Path(os.environ.get(VARIABLE) or default_path())
+    if read.absolute() == output.absolute():
+        lines.append(
+            "Every natgrad optimizer on this machine reads it from now on: results "
+            "differ by rounding. All ranks need the same file; without it the "
+            "built-in values count."
+        )
+    else:
+        lines.append(f"It is read only if {VARIABLE} names it, or by profile=.")
+    return "\n".join(lines)
 
 
 def _require_legal(asked: Calibrate) -> None:
