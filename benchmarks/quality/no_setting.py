@@ -6,9 +6,11 @@ picture, autoencoders of digits, of patches of a photograph and of Fashion-MNIST
 needs its files), Poisson's equation on a square, and a small classification.
 
     python -m benchmarks.quality.no_setting run --tasks digits,picture --seeds 1
-    python -m benchmarks.quality.no_setting table
+    python -m benchmarks.quality.no_setting profile
+    python -m benchmarks.quality.no_setting report
 
 A line of results/no_setting.jsonl is one run; those that are there are not run again.
+``profile`` times the parts of a step, ``report`` writes results/no_setting.md.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ import torch
 from torch import Tensor, nn
 
 import natgrad
-from benchmarks.quality.no_setting_report import final, table
+from benchmarks.quality import no_setting_profile
+from benchmarks.quality.no_setting_report import final, page
 from benchmarks.quality.no_setting_tasks import TASKS, Task
 
 RESULTS = Path(__file__).parents[1] / "results" / "no_setting.jsonl"
+PROFILE, PAGE = RESULTS.with_name("no_setting_profile.json"), RESULTS.with_suffix(".md")
 LOOKS = 40
 """Values in a curve."""
 FINE = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
@@ -146,16 +150,21 @@ def _run_one(task: str, name: str, rate: Any, seed: int) -> None:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("run", "table"))
-    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("what", choices=("run", "profile", "report"))
+    parser.add_argument("--tasks", default=",".join(t for t in TASKS if t != "fashion"))
     parser.add_argument("--contenders", default=",".join(RATES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=math.inf)
     given = parser.parse_args()
-    if given.what == "table":
-        print(table(known(), RATES))
-        return
     torch.set_num_threads(1)
+    if given.what == "profile":
+        rows = no_setting_profile.profile(given.tasks.split(","))
+        PROFILE.write_text(json.dumps(rows, indent=1) + "\n")
+        return
+    if given.what == "report":
+        rows = json.loads(PROFILE.read_text()) if PROFILE.exists() else {}
+        PAGE.write_text(page(known(), RATES, no_setting_profile.table(rows)))
+        return
     names = given.contenders.split(",")
     run_all(given.tasks.split(","), names, given.seeds, given.seconds)
 
