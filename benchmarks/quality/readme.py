@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.common import markdown_table
-from benchmarks.quality.report import TUNED_WITH, Record, Setting, by_setting
+from benchmarks.quality.report import (
+    TUNED_WITH,
+    Record,
+    Setting,
+    by_setting,
+    shown,
+)
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- python -m benchmarks.quality report -->", "<!-- end -->"
@@ -23,6 +29,14 @@ SHOWN: dict[Setting, tuple[str, str]] = {
     ("autoencoder", 400, 256): (
         "deep tanh autoencoder, digits: held-out loss",
         "256 images, 400",
+    ),
+    ("resnet", 180, 4096): (
+        "ResNet-8 of width 8, CIFAR-10: test accuracy, %",
+        "4,096 images, 180",
+    ),
+    ("vit", 300, 1000): (
+        "vision transformer, 4 blocks of 64, CIFAR-10: test accuracy, %",
+        "1,000 images, 300",
     ),
 }
 """Settings of the table: what is trained and judged, and its batch and steps."""
@@ -61,9 +75,8 @@ def _cells(protocol: str, columns: Sequence[Sequence[float]]) -> list[str]:
             cells.append("-")
             continue
         mean = statistics.mean(values)
-        shown = f"{100 - mean:.1f}" if protocol == "airbench" else f"{mean:.3f}"
         mark = "**" if len(best) > 1 and _overlap(values, best) else ""
-        cells.append(f"{mark}{shown}{mark} ({len(values)})")
+        cells.append(f"{mark}{shown(protocol, mean)}{mark} ({len(values)})")
     return cells
 
 
