@@ -133,7 +133,7 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Run as the benchmark, or as one of its processes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=list(WORLDS))
+    parser.add_argument("--models", nargs="+", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -170,7 +170,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run")
     runner.add_argument("protocol", choices=tuple(PROTOCOLS))
-    runner.add_argument("--contenders", nargs="*")
+    runner.add_argument(
+        "--contenders", nargs="*", choices=tuple(CONTENDERS), metavar="NAME"
+    )
     runner.add_argument("--lrs", nargs="*", type=float)
     runner.add_argument("--seeds", nargs="*", type=int, default=[1])
     runner.add_argument("--steps", type=int, default=400)

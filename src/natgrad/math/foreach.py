@@ -75,5 +75,5 @@ def peaks(xs: Sequence[Tensor]) -> list[Tensor]:
     Of an empty one, a rank's piece of fewer rows than ranks, 0.
     """
     some = [x if x.numel() else x.new_zeros(1) for x in xs]
-    # on a CPU ten times faster than the infinite norm
+    # on a CPU many times faster than torch's infinite norm
     return list(torch._foreach_max(torch._foreach_abs(some)))

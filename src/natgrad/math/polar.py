@@ -95,7 +95,7 @@ def _through(
 def _scaled(x: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Y with singular values of at most 1, beside ``Y^T``, and ``Y Y^T``."""
     # Fourth powers of what is very small or large would be zero or infinite.
-    peak = x.abs().amax((-2, -1), keepdim=True)  # on a CPU 20 times an infinite norm
+    peak = x.abs().amax((-2, -1), keepdim=True)  # as in `foreach.peaks`
     y = (x / peak.clamp_min(torch.finfo(x.dtype).tiny)).to(dtype)
     now = y, y.mT
     gram = symmetric_product(*now)

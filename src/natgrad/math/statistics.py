@@ -32,8 +32,7 @@ VECTORS_A_ROW = 2
 
 def widen(x: Tensor) -> Tensor:
     """``x`` in float32 if it is in a narrower floating type, else as it is."""
-    wide = x.dtype == torch.float32 or x.dtype == torch.float64
-    return x if wide else x.to(torch.float32)
+    return x.to(sum_dtype(x))
 
 
 def gram(rows: Tensor, size: int | None = None) -> Tensor:
