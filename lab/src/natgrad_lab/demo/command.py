@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     print(
         f"{len(CONTENDERS)} optimizers train on {len(TASKS)} small tasks, each at the "
         "best of five learning rates\n(natgrad_lab/demo/sweep.json); SPNGD finds its "
-        "own. It takes about half a minute on two cores."
+        "own. It takes half a minute."
     )
     torch.set_num_threads(1)  # small networks gain nothing by more
     found: dict[str, list[Race]] = {}
