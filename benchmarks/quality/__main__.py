@@ -39,6 +39,8 @@ class Protocol:
         flat: the part of the steps after which the rate falls linearly to zero.
         momentum: of hidden matrices.
         rest_lr: Adam's rate for all else; None: the task's own ``rest``.
+        together: examples in a forward pass of a task whose loss is a sum: larger
+            batches take several (None: never).
     """
 
     task: Any
@@ -47,6 +49,7 @@ class Protocol:
     flat: float = 0.0
     momentum: float = 0.95
     rest_lr: float | None = 0.004
+    together: int | None = None
 
 
 PROTOCOLS = {
@@ -56,6 +59,7 @@ PROTOCOLS = {
         model=airbench.Airbench,
         momentum=0.6,
         rest_lr=None,
+        together=12_500,
     ),
     "language": Protocol(
         task=language, load=language.text, model=language.Language, flat=0.3
@@ -108,14 +112,18 @@ def train(name: str, contender: str, lr: float, seed: int, steps: int, batch: in
         for optimizer in chosen:
             set_rates(optimizer.param_groups, step, steps, protocol.flat)
             optimizer.zero_grad()
-        loss = task.loss(model, x, y)
-        loss.backward()
+        size = protocol.together or len(x)
+        loss = 0.0
+        for part in zip(x.split(size), y.split(size), strict=True):
+            summed = task.loss(model, *part)
+            summed.backward()
+            loss += summed.item()
         if rescale is not None:
             rescale()
         for optimizer in chosen:
             optimizer.step()
         if (step + 1) % max(5, steps // 12) == 0 or step + 1 == steps:
-            curve.append([step + 1, task.value(model, held_out), loss.item()])
+            curve.append([step + 1, task.value(model, held_out), loss])
             print(f"{name} {contender} lr {lr:g} seed {seed}: {curve[-1]}", flush=True)
     return {
         **dict(zip(KEY, (name, contender, lr, seed, steps, batch), strict=True)),
