@@ -23,6 +23,7 @@ from benchmarks.common import keep_memory
 from benchmarks.quality import airbench, autoencoder, cifar, language, report, shorter
 from benchmarks.quality.contenders import CONTENDERS, Contender, make
 from benchmarks.quality.readme import README, replaced
+from natgrad import Free
 
 LEDGER = Path(__file__).parents[1] / "results" / "quality.jsonl"
 KEY = ("protocol", "contender", "lr", "seed", "steps", "batch")
@@ -76,6 +77,8 @@ def optimizers(
     protocol: Protocol, contender: Contender, model: Any, lr: float, batch: int
 ) -> list[torch.optim.Optimizer]:
     """Of all parameters: the contender's, and what the protocol has for the rest."""
+    if protocol.together is not None and isinstance(contender.length, Free):
+        lr = lr / batch
     first = make(
         contender,
         model,

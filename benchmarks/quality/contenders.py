@@ -22,7 +22,6 @@ from natgrad import (
     Every,
     FixedNorm,
     Free,
-    KLClip,
     Kronecker,
     LayerTrust,
     Length,
@@ -44,7 +43,7 @@ class Contender:
 
     Attributes:
         rule: of hidden matrices; None: Adam for them too.
-        length: of their update.
+        length: of their update. The rate of a free one is that of a mean loss.
         damping: relative to a factor's mean eigenvalue.
         refresh: of its factors.
         lrs: the learning rates that are tried, on a grid of factors of two.
@@ -135,11 +134,9 @@ CONTENDERS: dict[str, Contender] = {
         rule=PMUON, lrs=RATES, whole=GRADIENTS, vocabulary=0.05
     ),
     # SGD, LARS and K-FAC for hidden matrices
-    "sgd": Contender(rule=Plain(), lrs=(0.05, 0.1, 0.2), length=Free()),
+    "sgd": Contender(rule=Plain(), lrs=(5, 10, 20), length=Free(), momentum=0.85),
     "lars": Contender(rule=Plain(), lrs=RATES, length=LayerTrust()),
-    "kfac": Contender(
-        rule=Kronecker(), lrs=RATES, length=KLClip(), damping=0.03, refresh=Every(5, 5)
-    ),
+    "kfac": Contender(rule=Kronecker(), lrs=RATES, damping=0.03, refresh=Every(5, 5)),
     "adam": Contender(rule=None, lrs=(0.001, 0.002, 0.004)),
     "muon": Contender(rule=Orthogonal(sides="none"), lrs=RATES),
     "pmuon": Contender(rule=PMUON, lrs=RATES),
