@@ -148,6 +148,34 @@ CIFAR: dict[str, Rows] = {
         ),
         "LARS, 15 epochs": _epochs("lars", 15),
     },
+    "CIFAR-10, as above: twice the learning rate": {
+        "K-FAC, 15 epochs": _epochs("kfac", 15, optimizer__lr=0.8),
+        "SGD, 30 epochs": _epochs("sgd", 30, optimizer__lr=0.8),
+    },
+    # Pauloski et al., Table I
+    "CIFAR-10, as above: the inverse of K-FAC, 15 epochs": {
+        "eigendecomposition": _epochs("kfac", 15),
+        "inverse, the paper's": _epochs("kfac", 15, curvature__style="whole"),
+        "inverse, damping split by pi": _epochs(
+            "kfac", 15, curvature__style="factored"
+        ),
+    },
+    # Pauloski et al., Table III
+    "CIFAR-10, as above: interval of K-FAC's inversions, 15 epochs": {
+        "interval 5": _epochs("kfac", 15),
+        **{
+            f"interval {k}": _epochs(
+                "kfac", 15, refresh__statistics=k // 10, refresh__inverses=k
+            )
+            for k in (10, 100)
+        },
+    },
+}
+CIFAR_SEEDS: dict[str, Rows] = {
+    "CIFAR-10, as above: several seeds": {
+        "K-FAC, 15 epochs": _epochs("kfac", 15),
+        "SGD, 30 epochs": _epochs("sgd", 30),
+    },
 }
 
 # Ma et al., appendix B: how much of a grid trains, by the form of the damping.

@@ -22,7 +22,7 @@ below them.
   readings of running mixup, and the damping of batch norm (rho).
 - ``claims``: the papers' claims about whole trainings (`benchmarks.claims`), on digits,
   three seeds; ``grid``: two forms of damping on a grid of settings, one seed;
-  ``cifar``: some of the claims on CIFAR-10, one seed.
+  ``cifar``: some of the claims on CIFAR-10, one seed, and two rows with three.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-from benchmarks.claims import CIFAR, CLAIMS, GRID
+from benchmarks.claims import CIFAR, CIFAR_SEEDS, CLAIMS, GRID
 from benchmarks.common import KEEP_MEMORY
 from natgrad_lab.data import load
 from natgrad_lab.errors import UserError
@@ -186,7 +187,9 @@ JOBS = {
     "schemes": scheme_jobs,
     "claims": lambda: paper_jobs(CLAIMS),
     "grid": lambda: paper_jobs(GRID, SEEDS[:1]),
-    "cifar": lambda: paper_jobs(CIFAR, SEEDS[:1]),
+    "cifar": lambda: chain(
+        paper_jobs(CIFAR, SEEDS[:1]), paper_jobs(CIFAR_SEEDS, SEEDS)
+    ),
 }
 
 
@@ -314,12 +317,19 @@ def main() -> None:
     parser.add_argument("what", choices=tuple(JOBS))
     parser.add_argument("--runs", type=Path, default=Path("runs/comparison"))
     parser.add_argument("--parallel", type=int, default=2)
+    parser.add_argument(
+        "--table", action="store_true", help="of the runs that are done: train nothing"
+    )
     chosen = parser.parse_args()
     chosen.runs.mkdir(parents=True, exist_ok=True)
     methods = chosen.what == "methods"
     jobs = [*JOBS[chosen.what]()]
-    with ThreadPoolExecutor(chosen.parallel) as pool:
-        list(pool.map(lambda job: run(job, chosen.runs), jobs))
+    if chosen.table:
+        ends = ("done", "diverged")
+        jobs = [job for job in jobs if _ending(chosen.runs / job.name) in ends]
+    else:
+        with ThreadPoolExecutor(chosen.parallel) as pool:
+            list(pool.map(lambda job: run(job, chosen.runs), jobs))
     notes = [
         "One thread a run; seconds are the processor's and of training only;",
         "`waiting` is the share of the time that a step waits for the loader.",
