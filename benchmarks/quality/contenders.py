@@ -32,6 +32,7 @@ from natgrad import (
     Plain,
     Rule,
 )
+from natgrad.math.polar import quintics
 
 OFTEN = Every(1, 5)
 MUON_LENGTH = MuonLength()
@@ -94,6 +95,16 @@ CONTENDERS: dict[str, Contender] = {
         rule=ACTIVATIONS,
         lrs=RATES,
         whole=natgrad.Polar.defaults,
+        vocabulary=natgrad.Polar.vocabulary.rate,
+    ),
+    # the same with 12 quintics, which leave singular values of six decades within 1e-6
+    "polar-exact": Contender(
+        rule=ACTIVATIONS,
+        lrs=RATES,
+        whole=replace(
+            natgrad.Polar.defaults,
+            rule=replace(ACTIVATIONS, iteration=quintics(1e-6, 12)),
+        ),
         vocabulary=natgrad.Polar.vocabulary.rate,
     ),
     **{
