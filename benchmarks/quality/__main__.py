@@ -21,8 +21,9 @@ import torch
 
 from benchmarks.common import keep_memory
 from benchmarks.quality import airbench, autoencoder, cifar, language, report, shorter
-from benchmarks.quality.contenders import CONTENDERS, Contender, make
+from benchmarks.quality.contenders import Contender, make
 from benchmarks.quality.readme import README, replaced
+from benchmarks.quality.rows import CONTENDERS
 from natgrad import Free
 
 LEDGER = Path(__file__).parents[1] / "results" / "quality.jsonl"
