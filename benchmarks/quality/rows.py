@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import natgrad
 from benchmarks.quality.contenders import ACTIVATIONS, Contender
@@ -15,6 +16,7 @@ from natgrad import (
     KLClip,
     Kronecker,
     LayerTrust,
+    Options,
     Orthogonal,
     Paced,
     Plain,
@@ -40,6 +42,22 @@ WHOLE = replace(
 GRADIENTS = replace(
     WHOLE, rule=PMUON, damping=0.1, refresh=Every(1, 5), factor_decay=0.95
 )
+NOR = replace(ACTIVATIONS, beta2=0.95)
+EIGEN_INPUTS = EigenAdam(sides="inputs", orthogonal=True)
+
+
+def own(base: Options, *, split: Any = False, vocabulary: Any = None, **changes: Any):
+    """One `natgrad.Polar` for all parameters, with options changed."""
+    options = replace(base, **changes)
+    return Contender(
+        rule=options.rule,
+        lrs=RATES,
+        whole=options,
+        split=split,
+        vocabulary=vocabulary,
+    )
+
+
 PUBLISHED = {
     "normuon": Contender(rule=Orthogonal(sides="none", beta2=0.95), lrs=RATES),
     "muonh": Contender(
@@ -67,92 +85,35 @@ PUBLISHED = {
         refresh=Every(5, 5),
     ),
 }
+SOAP_MUON = replace(GRADIENTS, rule=replace(SOAP, orthogonal=True), damping=1e-8)
+SOAP_MUON_INPUTS = replace(SOAP, orthogonal=True, sides="inputs")
+# 12 quintics leave singular values of six decades within 1e-6
+NEARLY_EXACT = replace(ACTIVATIONS, iteration=quintics(1e-6, 12))
+SLOW = Adam(rate=0.05)
 CONTENDERS: dict[str, Contender] = {
     # natgrad.Polar(model, lr), as it is
-    "polar": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=natgrad.Polar.defaults,
-        vocabulary=natgrad.Polar.vocabulary.rate,
-    ),
-    # the same with 12 quintics, which leave singular values of six decades within 1e-6
-    "polar-exact": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(
-            natgrad.Polar.defaults,
-            rule=replace(ACTIVATIONS, iteration=quintics(1e-6, 12)),
-        ),
+    "polar": own(natgrad.Polar.defaults, vocabulary=natgrad.Polar.vocabulary.rate),
+    "polar-exact": own(
+        natgrad.Polar.defaults,
+        rule=NEARLY_EXACT,
         vocabulary=natgrad.Polar.vocabulary.rate,
     ),
     **{
-        f"polar-vocabulary-{rate:g}": Contender(
-            rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, vocabulary=rate
-        )
+        f"polar-vocabulary-{rate:g}": own(WHOLE, vocabulary=rate)
         for rate in (0.05, 0.1, 0.2)
     },
-    "polar-nor": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(WHOLE, rule=replace(ACTIVATIONS, beta2=0.95)),
-        vocabulary=0.1,
-    ),
-    "polar-fixed": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(WHOLE, decay=FixedNorm()),
-        vocabulary=0.1,
-    ),
+    "polar-nor": own(WHOLE, rule=NOR, vocabulary=0.1),
+    "polar-fixed": own(WHOLE, decay=FixedNorm(), vocabulary=0.1),
     # of hidden matrices alone
-    "polar-fixed-hidden": Contender(
-        rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, split="fixed"
-    ),
-    "polar-0.9": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(WHOLE, momentum=0.9),
-        vocabulary=0.05,
-    ),
-    "polar-soap-muon": Contender(
-        rule=SOAP,
-        lrs=RATES,
-        whole=replace(GRADIENTS, rule=replace(SOAP, orthogonal=True), damping=1e-8),
-        vocabulary=0.05,
-    ),
+    "polar-fixed-hidden": own(WHOLE, split="fixed"),
+    "polar-0.9": own(WHOLE, momentum=0.9, vocabulary=0.05),
+    "polar-soap-muon": own(SOAP_MUON, vocabulary=0.05),
     # what may close the gap of Polar on a language model at small batch
-    "polar-nor-0.05": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(WHOLE, rule=replace(ACTIVATIONS, beta2=0.95)),
-        vocabulary=0.05,
-    ),
-    "polar-both-0.05": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(WHOLE, rule=Orthogonal()),
-        vocabulary=0.05,
-    ),
-    "polar-soap-muon-inputs": Contender(
-        rule=SOAP,
-        lrs=RATES,
-        whole=replace(
-            GRADIENTS,
-            rule=replace(SOAP, orthogonal=True, sides="inputs"),
-            damping=1e-8,
-        ),
-        vocabulary=0.05,
-    ),
-    "polar-eigen-inputs": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(
-            WHOLE, rule=EigenAdam(sides="inputs", orthogonal=True), damping=1e-8
-        ),
-        vocabulary=0.05,
-    ),
-    "polar-gradients": Contender(
-        rule=PMUON, lrs=RATES, whole=GRADIENTS, vocabulary=0.05
-    ),
+    "polar-nor-0.05": own(WHOLE, rule=NOR, vocabulary=0.05),
+    "polar-both-0.05": own(WHOLE, rule=Orthogonal(), vocabulary=0.05),
+    "polar-soap-muon-inputs": own(SOAP_MUON, rule=SOAP_MUON_INPUTS, vocabulary=0.05),
+    "polar-eigen-inputs": own(WHOLE, rule=EIGEN_INPUTS, damping=1e-8, vocabulary=0.05),
+    "polar-gradients": own(GRADIENTS, vocabulary=0.05),
     # SGD, LARS and K-FAC for hidden matrices
     "sgd": Contender(rule=Plain(), lrs=(5, 10, 20), length=Free(), momentum=0.85),
     "lars": Contender(rule=Plain(), lrs=RATES, length=LayerTrust()),
@@ -168,6 +129,9 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "polar-activations-0.8": Contender(
         rule=ACTIVATIONS, lrs=RATES, damping=1.0, refresh=Every(5, 5), momentum=0.8
+    ),
+    "pmuon-nor-0.8": Contender(
+        rule=replace(PMUON, beta2=0.95), lrs=RATES, momentum=0.8
     ),
     "pmuon-inputs": Contender(rule=replace(PMUON, sides="inputs"), lrs=RATES),
     # one side, by a Cholesky root: as cheap as today's Polar
@@ -189,114 +153,38 @@ CONTENDERS: dict[str, Contender] = {
         for suffix, momentum in (("", None), ("-0.8", 0.8))
         for name, row in PUBLISHED.items()
     },
-    "whole-activations": Contender(rule=ACTIVATIONS, lrs=RATES, whole=WHOLE),
-    "whole-gradients": Contender(rule=PMUON, lrs=RATES, whole=GRADIENTS),
-    "whole-gradients-split": Contender(
-        rule=PMUON, lrs=RATES, whole=GRADIENTS, split=True
+    # one group for everything, or those of `natgrad.groups`
+    "whole-activations": own(WHOLE),
+    "whole-activations-nor": own(WHOLE, rule=NOR),
+    "whole-activations-both": own(WHOLE, rule=Orthogonal()),
+    "whole-activations-split": own(WHOLE, split=True),
+    "whole-activations-split-0.05": own(WHOLE, fallback=SLOW, split=True),
+    "whole-activations-embeddings": own(WHOLE, fallback=SLOW, split="embeddings"),
+    "whole-eigen-inputs": own(WHOLE, rule=EIGEN_INPUTS, damping=1e-8),
+    "whole-eigen-inputs-embeddings": own(
+        WHOLE,
+        rule=EIGEN_INPUTS,
+        damping=1e-8,
+        fallback=SLOW,
+        split="embeddings",
     ),
-    "whole-gradients-tables": Contender(
-        rule=PMUON, lrs=RATES, whole=GRADIENTS, split="tables"
+    "whole-eigen-both": own(WHOLE, rule=EigenAdam(orthogonal=True), damping=1e-8),
+    "whole-gradients": own(GRADIENTS),
+    "whole-gradients-split": own(GRADIENTS, split=True),
+    "whole-gradients-tables": own(GRADIENTS, split="tables"),
+    "whole-gradients-tables-slow": own(GRADIENTS, momentum=0.95, split="tables"),
+    "whole-root-tables": own(
+        GRADIENTS, rule=replace(PMUON, sides="inputs", power=0.5), split="tables"
     ),
-    "whole-gradients-tables-slow": Contender(
-        rule=PMUON,
-        lrs=RATES,
-        whole=replace(GRADIENTS, momentum=0.95),
-        split="tables",
-    ),
-    "whole-root-tables": Contender(
-        rule=PMUON,
-        lrs=RATES,
-        whole=replace(GRADIENTS, rule=replace(PMUON, sides="inputs", power=0.5)),
-        split="tables",
-    ),
-    # Polar by groups: PMuon for hidden matrices, Adam at a part of the rate else
+    # PMuon for hidden matrices, Adam at a part of the rate else
     **{
-        f"whole-split-{rate:g}": Contender(
-            rule=PMUON,
-            lrs=RATES,
-            whole=replace(GRADIENTS, fallback=Adam(rate=rate)),
-            split=True,
-        )
+        f"whole-split-{rate:g}": own(GRADIENTS, fallback=Adam(rate=rate), split=True)
         for rate in (0.02, 0.05, 0.1)
     },
-    "whole-nor": Contender(
-        rule=PMUON,
-        lrs=RATES,
-        whole=replace(GRADIENTS, rule=replace(PMUON, beta2=0.95)),
+    "whole-nor": own(GRADIENTS, rule=replace(PMUON, beta2=0.95)),
+    "whole-nor-split-0.05": own(
+        GRADIENTS, rule=replace(PMUON, beta2=0.95), fallback=SLOW, split=True
     ),
-    "whole-nor-split-0.05": Contender(
-        rule=PMUON,
-        lrs=RATES,
-        whole=replace(
-            GRADIENTS, rule=replace(PMUON, beta2=0.95), fallback=Adam(rate=0.05)
-        ),
-        split=True,
-    ),
-    "pmuon-nor-0.8": Contender(
-        rule=replace(PMUON, beta2=0.95), lrs=RATES, momentum=0.8
-    ),
-    "whole-soap-muon": Contender(
-        rule=SOAP,
-        lrs=RATES,
-        whole=replace(GRADIENTS, rule=replace(SOAP, orthogonal=True), damping=1e-8),
-    ),
-    "whole-soap-muon-split-0.05": Contender(
-        rule=SOAP,
-        lrs=RATES,
-        whole=replace(
-            GRADIENTS,
-            rule=replace(SOAP, orthogonal=True),
-            damping=1e-8,
-            fallback=Adam(rate=0.05),
-        ),
-        split=True,
-    ),
-    "whole-activations-nor": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(WHOLE, rule=replace(ACTIVATIONS, beta2=0.95)),
-    ),
-    "whole-activations-both": Contender(
-        rule=ACTIVATIONS, lrs=RATES, whole=replace(WHOLE, rule=Orthogonal())
-    ),
-    "whole-eigen-inputs": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(
-            WHOLE,
-            rule=EigenAdam(sides="inputs", orthogonal=True),
-            damping=1e-8,
-        ),
-    ),
-    "whole-eigen-both": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(WHOLE, rule=EigenAdam(orthogonal=True), damping=1e-8),
-    ),
-    "whole-activations-split-0.05": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(WHOLE, fallback=Adam(rate=0.05)),
-        split=True,
-    ),
-    "whole-activations-embeddings": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(WHOLE, fallback=Adam(rate=0.05)),
-        split="embeddings",
-    ),
-    "whole-eigen-inputs-embeddings": Contender(
-        rule=ACTIVATIONS,
-        lrs=RATES,
-        whole=replace(
-            WHOLE,
-            rule=EigenAdam(sides="inputs", orthogonal=True),
-            damping=1e-8,
-            fallback=Adam(rate=0.05),
-        ),
-        split="embeddings",
-    ),
-    "whole-activations-split": Contender(
-        rule=ACTIVATIONS, lrs=RATES, whole=WHOLE, split=True
-    ),
+    "whole-soap-muon": own(SOAP_MUON),
+    "whole-soap-muon-split-0.05": own(SOAP_MUON, fallback=SLOW, split=True),
 }
