@@ -56,6 +56,19 @@ def adaptive_scale(
     return torch.div(rotated, root, out=root)
 
 
+def evening(rows: Tensor, square: Tensor) -> Tensor:
+    """Factors of rows: one over the root of S, at the norm that the matrix had.
+
+    ``rows`` are the root mean squares of the rows of a stack of matrices and S their
+    second moment, both ``(s, m, 1)``. A row that never was anything stays zero.
+    """
+    factors = torch.where(square > 0, square.rsqrt(), 0.0)
+    norms = [
+        torch.linalg.vector_norm(r, dim=1, keepdim=True) for r in (rows, rows * factors)
+    ]
+    return factors * torch.where(norms[1] > 0, norms[0] / norms[1], 0.0)
+
+
 def corrected_scale(
     rotated: Tensor, curvature: Tensor, damping: float | Tensor
 ) -> Tensor:

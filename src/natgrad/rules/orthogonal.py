@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from natgrad.math.polar import MUON, Quintics, newton_schulz, polar
-from natgrad.math.rules import between, whiten, whiten_back
+from natgrad.math.rules import between, evening, whiten, whiten_back
 from natgrad.requiring import require_number
 from natgrad.rules.rule import Form, Matrices, Rule, Sides, Source, Style
 from natgrad.rules.rule import require_choices as require
@@ -105,11 +105,8 @@ class Orthogonal(Rule):
         """``P / sqrt(S)`` at the norm of P, with S the second moment of its rows."""
         if self.beta2 is None:
             return p
-        square = x.moment(p.square().mean(2, keepdim=True).sqrt(), self.beta2)
-        # A row that never had a gradient stays zero.
-        even = torch.where(square > 0, p / square.sqrt(), 0.0)
-        norms = [torch.linalg.matrix_norm(y, keepdim=True) for y in (p, even)]
-        return even * torch.where(norms[1] > 0, norms[0] / norms[1], 0.0)
+        rows = torch.linalg.vector_norm(p, dim=2, keepdim=True) / p.shape[2] ** 0.5
+        return p * evening(rows, x.moment(rows, self.beta2))
 
 
 def _require_iteration(given: Any) -> None:
