@@ -62,11 +62,11 @@ def evening(rows: Tensor, square: Tensor) -> Tensor:
     ``rows`` are the root mean squares of the rows of a stack of matrices and S their
     second moment, both ``(s, m, 1)``. A row that never was anything stays zero.
     """
-    factors = torch.where(square > 0, square.rsqrt(), 0.0)
-    norms = [
-        torch.linalg.vector_norm(r, dim=1, keepdim=True) for r in (rows, rows * factors)
-    ]
-    return factors * torch.where(norms[1] > 0, norms[0] / norms[1], 0.0)
+    least = torch.finfo(rows.dtype).tiny
+    factors = square.clamp_min(least).rsqrt_()
+    even = torch.linalg.vector_norm(rows * factors, dim=1, keepdim=True)
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return factors.mul_(norms.div_(even.clamp_min_(least)))
 
 
 def corrected_scale(
