@@ -42,6 +42,7 @@ WHOLE = replace(
 GRADIENTS = replace(
     WHOLE, rule=PMUON, damping=0.1, refresh=Every(1, 5), factor_decay=0.95
 )
+FULL = Orthogonal(sides="inputs", whitening="full")
 NOR = replace(ACTIVATIONS, beta2=0.95)
 EIGEN_INPUTS = EigenAdam(sides="inputs", orthogonal=True)
 
@@ -113,6 +114,11 @@ CONTENDERS: dict[str, Contender] = {
     "polar-both-0.05": own(WHOLE, rule=Orthogonal(), vocabulary=0.05),
     "polar-soap-muon-inputs": own(SOAP_MUON, rule=SOAP_MUON_INPUTS, vocabulary=0.05),
     "polar-eigen-inputs": own(WHOLE, rule=EIGEN_INPUTS, damping=1e-8, vocabulary=0.05),
+    # whitened in full, as Newton-Muon
+    "polar-full": own(WHOLE, rule=FULL, damping=0.2, vocabulary=0.1),
+    "polar-full-nor": own(
+        WHOLE, rule=replace(FULL, beta2=0.95), damping=0.2, vocabulary=0.1
+    ),
     "polar-gradients": own(GRADIENTS, vocabulary=0.05),
     # SGD, LARS and K-FAC for hidden matrices
     "sgd": Contender(rule=Plain(), lrs=(5, 10, 20), length=Free(), momentum=0.85),
