@@ -19,7 +19,8 @@ from natgrad.distributed.communicator import (
 from natgrad.engine.agreement import Verdict, gradient_norm, reach_verdict
 from natgrad.engine.machinery import Machinery
 from natgrad.engine.step import Directions, Update, Updates
-from natgrad.factors.averages import Refreshed, growths
+from natgrad.factors.averages import Refreshed
+from natgrad.factors.growths import growths
 from natgrad.layers.block import Block, statistics_like
 from natgrad.layers.registration import warn_silent
 from natgrad.layers.unwrap import inside_ddp
@@ -202,6 +203,7 @@ class Engine(Machinery):
         All ranks see the lengths in one order, whatever they work on.
         """
         rank, workers = self.comm.rank, self.plan.workers
+        seen = self.statistics, self.preconditioner
         by_length: dict[Length, dict[str, None]] = {}
         for name, parts in self.parts.items():
             by_length.setdefault(parts.length, {})[name] = None
@@ -219,7 +221,7 @@ class Engine(Machinery):
                 first=frozenset(name for name in mine if workers[name][0] == rank),
                 total=self._total,
                 noise=given.noise,
-                growth=partial(growths, self.statistics, given.directions),
+                growth=partial(growths, *seen, given.directions),
                 references=self.references,
                 whole=self._whole,
             )

@@ -8,6 +8,7 @@ right one of the transposed update.
 import torch
 from torch import Tensor
 
+from natgrad.math.packing import unpack_upper
 from natgrad.math.parts import on_right, values_on_right
 from natgrad.math.rules import between
 
@@ -32,16 +33,33 @@ def units(index: Tensor, like: Tensor) -> Tensor:
     return zeros.scatter_(2, index.unsqueeze(2), 1.0)
 
 
+def rows_times(index: Tensor, left: Tensor | None, x: Tensor) -> Tensor:
+    """The rows ``(s, k, n)`` of ``L V``, for V ``(s, m, n)``; None: of V."""
+    if left is None:
+        return rows_at(x, index)
+    if left.dim() == 3 and left.shape[:2] == x.shape[:2]:
+        return torch.bmm(rows_at(left, index), x)
+    return between(units(index, x), left, None) @ x
+
+
 def along(rows: Tensor, factor: Tensor) -> Tensor:
-    """``tr(U X U^T)``: the curvature that a factor has along rows."""
-    return (between(rows, factor, None) * rows).sum()
+    """``tr(U X U^T)`` of each of a stack: the curvature of a factor along rows."""
+    return (between(rows, factor, None) * rows).sum((1, 2))
+
+
+def along_packed(rows: Tensor, flat: Tensor) -> Tensor:
+    """As `along`, of upper triangles ``(s, n (n + 1) / 2)``, which are not mirrored."""
+    upper = unpack_upper(flat, rows.shape[-1])
+    twice = (torch.bmm(rows, upper) * rows).sum((1, 2))
+    diagonal = upper.diagonal(dim1=1, dim2=2).unsqueeze(1)
+    return 2 * twice - (rows.square() * diagonal).sum((1, 2))
 
 
 def along_eigen(rows: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
     """As `along`, of a factor ``Q diag(v) Q^T``; empty Q: of diag(v)."""
     rotated = on_right(rows, vectors) if vectors.numel() else rows
     values = values_on_right(values, len(rows), rows.shape[2])
-    return (rotated.square() * values).sum()
+    return (rotated.square() * values).sum((1, 2))
 
 
 def log_growth(now: Tensor, then: Tensor) -> Tensor:

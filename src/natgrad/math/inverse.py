@@ -16,6 +16,9 @@ from torch import Tensor
 from natgrad.math.tuning import tuning_of
 
 JITTER = 10.0
+# LAPACK on a CPU factors matrices of a multiple of so many rows at a half to a third of
+# the speed of others: their columns fall into the same places of its caches.
+ALIASED, EXTRA = 128, 8
 
 Inverse = tuple[Tensor, ...]
 Result = TypeVar("Result", Tensor, Inverse)
@@ -230,14 +233,41 @@ def _inverse(matrix: Tensor, damping: Tensor) -> Tensor:
         return torch.where(damped > 0, damped.reciprocal(), torch.nan)
     if size == 2:
         return _two_by_two(damped)
-    factor, info = torch.linalg.cholesky_ex(damped)
+    factor, info = _cholesky(damped)
     bad = (info != 0).unsqueeze(1)
     # cholesky_inverse raises, for the whole batch, on a factor with a zero pivot
     factor.diagonal(dim1=-2, dim2=-1).masked_fill_(bad, 1.0)
-    # LAPACK leaves columns one after another: of a symmetric matrix, those are its rows
-    inverse = torch.cholesky_inverse(factor).mT
+    inverse = _from_cholesky(factor, size)
     inverse.diagonal(dim1=-2, dim2=-1).masked_fill_(bad, torch.nan)
     return inverse
+
+
+def positive_inverse(x: Tensor) -> Tensor:
+    """Of a stack ``(s, n, n)`` with eigenvalues of at least 1, up to rounding."""
+    return _from_cholesky(_cholesky(x)[0], x.shape[-1])
+
+
+def _cholesky(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The lower factor of a stack ``(s, n, n)``, and torch's ``info`` of it.
+
+    With rows and columns of the identity added to a size that LAPACK is slow at.
+    """
+    size = x.shape[-1]
+    if size % ALIASED == 0 and x.device.type == "cpu":
+        wide = x.new_zeros(len(x), size + EXTRA, size + EXTRA)
+        wide[:, :size, :size] = x
+        wide.diagonal(dim1=-2, dim2=-1)[:, size:] = 1.0
+        x = wide
+    # LAPACK has columns one after another: of a symmetric matrix, those are its rows
+    factor, info = torch.linalg.cholesky_ex(x.mT)
+    return factor, info
+
+
+def _from_cholesky(factor: Tensor, size: int) -> Tensor:
+    """The inverse, of so many rows."""
+    inverse = torch.cholesky_inverse(factor).mT
+    whole = size == inverse.shape[-1]
+    return inverse if whole else inverse[:, :size, :size].contiguous()
 
 
 def _root(matrix: Tensor, damping: Tensor) -> Tensor:
@@ -246,15 +276,33 @@ def _root(matrix: Tensor, damping: Tensor) -> Tensor:
         return (matrix + damping.unsqueeze(1)).rsqrt()
     damped = matrix.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping.unsqueeze(1))
-    factor, info = torch.linalg.cholesky_ex(damped)
+    size = matrix.shape[-1]
+    factor, info = _cholesky(damped)
     bad = (info != 0).unsqueeze(1)
     factor.diagonal(dim1=-2, dim2=-1).masked_fill_(bad, 1.0)
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    root = torch.linalg.solve_triangular(
-        factor, identity.expand_as(factor), upper=False
-    ).mT.contiguous()
+    root = triangular_inverse(factor[:, :size, :size]).mT.contiguous()
     root.diagonal(dim1=-2, dim2=-1).masked_fill_(bad, torch.nan)
     return root
+
+
+def triangular_inverse(x: Tensor) -> Tensor:
+    """Of a stack ``(s, n, n)`` of lower triangular matrices.
+
+    Of large ones on a CPU by halves: ``[[P, 0], [Q, R]]`` has the inverse ``[[P^-1, 0],
+    [-R^-1 Q P^-1, R^-1]]``, so that most of the work is in products.
+    """
+    size, half = x.shape[-1], tuning_of(x).batched_up_to
+    if size <= 2 * half:
+        identity = torch.eye(size, dtype=x.dtype, device=x.device)
+        return torch.linalg.solve_triangular(x, identity.expand_as(x), upper=False)
+    cut = -(-size // (2 * half)) * half
+    inverse = x.new_zeros(x.shape)
+    first, last = inverse[:, :cut, :cut], inverse[:, cut:, cut:]
+    first.copy_(triangular_inverse(x[:, :cut, :cut]))
+    last.copy_(triangular_inverse(x[:, cut:, cut:]))
+    corner = torch.bmm(x[:, cut:, :cut], first).neg_()
+    torch.bmm(last, corner, out=inverse[:, cut:, :cut])
+    return inverse
 
 
 def _two_by_two(x: Tensor) -> Tensor:

@@ -50,8 +50,17 @@ def unpack(flat: Tensor, stack: int, size: int, out: Tensor | None = None) -> Te
         rows = flat.reshape(stack, -1)
         torch.index_select(rows, 1, index, out=x.view(stack, -1))
         return x
-    upper = torch.ones(size, size, dtype=torch.bool, device=flat.device).triu_()
-    return mirror_(x.masked_scatter_(upper, flat))
+    return mirror_(x.masked_scatter_(_upper_mask(size, flat.device), flat))
+
+
+def unpack_upper(flat: Tensor, size: int) -> Tensor:
+    """Upper triangles ``(s, n (n + 1) / 2)`` as matrices ``(s, n, n)``, zero below."""
+    x = flat.new_zeros(len(flat), size, size)
+    if size > SMALL:
+        return x.masked_scatter_(_upper_mask(size, flat.device), flat)
+    index = _upper_index(size, flat.device).long()
+    x.view(len(flat), -1).scatter_(1, index.expand(len(flat), -1), flat)
+    return x
 
 
 def packed_size(size: int) -> int:
@@ -81,6 +90,10 @@ def _destination(out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Te
             f"Must be {shape}, contiguous."
         )
     return out
+
+
+def _upper_mask(size: int, device: torch.device) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool, device=device).triu_()
 
 
 @lru_cache(maxsize=256)

@@ -36,8 +36,8 @@ class Orthogonal(Rule):
             made by Cholesky), and 1 for ``"full"``.
         style: how the damping lambda enters each factor: ``"relative"`` to its mean
             eigenvalue, or ``"factored"``: lambda itself, split if there are two.
-        iteration: ``"best"``: six quintics that leave singular values of three decades
-            within 2e-3 of 1 (`natgrad.math.polar.polar`); ``"muon"``: Muon's five, as
+        iteration: ``"best"``: what leaves singular values of three decades within 2e-3
+            of 1 (`natgrad.math.polar.polar`); ``"muon"``: Muon's five quintics, as
             published; or a tuple with the coefficients ``(a, b, c)`` of each quintic.
         beta2: NorMuon: rows of the polar factor are divided by the root of the running
             mean of their squares, with this decay, in [0, 1), and the result gets the

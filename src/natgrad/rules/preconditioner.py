@@ -48,17 +48,17 @@ class Preconditioner:
         """Updates ``(s, m, n)`` by block name."""
         plain = [b.name for b in blocks if isinstance(b.rule, Plain)]
         updates = {name: directions[name] for name in plain}
-        for group in self._groups([b for b in blocks if b.name not in updates]):
+        for group in self.groups([b for b in blocks if b.name not in updates]):
             shares = {b.name: float(b.spec.elements) for b in group}
             with self.statistics.meter("precondition", shares):
-                v, rule = _joined(group, directions), group[0].rule
+                v, rule = join(group, directions), group[0].rule
                 u = rule.apply(self._seen(group, v, directions, gradients))
                 u = u if rule.descends else descending(v, u, len(group))
             parts = [u] if len(group) == 1 else u.split(len(u) // len(group))
             updates.update(zip(shares, parts, strict=True))
         return updates
 
-    def _groups(self, blocks: "Sequence[Block]") -> "list[list[Block]]":
+    def groups(self, blocks: "Sequence[Block]") -> "list[list[Block]]":
         """Blocks that one product can do together."""
         groups: dict[Hashable, list[Block]] = {}
         for block in blocks:
@@ -104,7 +104,7 @@ class Preconditioner:
         right, left, known = self._inverses(group)
         return Matrices(
             direction=v,
-            gradient=v if same or not rule.adapts else _joined(group, gradients),
+            gradient=v if same or not rule.adapts else join(group, gradients),
             count=len(group),
             right=right,
             left=left,
@@ -182,7 +182,7 @@ class Preconditioner:
                 state.inverse = (moved(state.inverse[0], shape, *pair),)
         # what the next step applies first is joined in the step that changed it
         late = [self.statistics.block[name] for name in old if rules[name].late]
-        for group in self._groups(late):
+        for group in self.groups(late):
             self._inverses(group)
 
     def _scales(self, blocks: Sequence[str]) -> "list[StatisticState]":
@@ -204,7 +204,8 @@ class Preconditioner:
         return by_side.get("right"), by_side.get("left"), known
 
 
-def _joined(group: "list[Block]", tensors: Mapping[str, Tensor]) -> Tensor:
+def join(group: "list[Block]", tensors: Mapping[str, Tensor]) -> Tensor:
+    """What blocks of equal shape have, as one stack."""
     if len(group) == 1:
         return tensors[group[0].name]
     return torch.cat([tensors[block.name] for block in group])

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import natgrad
 from natgrad import KFAC, SPNGD, Adaptive, Every, Polar
-from natgrad.math.polar import LEAST, STEPS, quintics
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -98,7 +97,6 @@ def reads_of(make: Make, layers: int, monkeypatch: pytest.MonkeyPatch) -> list[i
 def test_reads_do_not_grow_with_the_layers(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quintics(LEAST, STEPS)  # found once in a process, on the host
     make, bound = RULES[rule]
     few = reads_of(make, 2, monkeypatch)
     many = reads_of(make, 7, monkeypatch)
@@ -107,7 +105,6 @@ def test_reads_do_not_grow_with_the_layers(
 
 
 def test_a_step_without_refresh_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    quintics(LEAST, STEPS)
     makes = (
         kfac(refresh=EVERY),
         lambda model: SPNGD(model, lr=0.01, refresh=EVERY),

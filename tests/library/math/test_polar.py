@@ -6,8 +6,10 @@ from torch import Tensor
 
 from natgrad.math import polar as module
 from natgrad.math.polar import (
+    FIRST,
     LEAST,
     MUON,
+    SECOND,
     STEPS,
     gram_is_cheaper,
     newton_schulz,
@@ -48,9 +50,44 @@ def test_the_gram_form_treats_singular_values_as_the_direct_one(
     """Also those that rounding in the Gram matrix would hide: four decades."""
     values = torch.logspace(0, -4, WIDE[0], dtype=torch.float64)
     x = with_singular_values(values, WIDE[1]).to(dtype)
-    found = polar(x)
+    found = polar(x, STEPS)
     monkeypatch.setattr(module, "gram_is_cheaper", lambda *_: False)
-    torch.testing.assert_close(found, polar(x), rtol=0, atol=error)
+    torch.testing.assert_close(found, polar(x, STEPS), rtol=0, atol=error)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-10), (torch.float32, 1e-3)]
+)
+@pytest.mark.parametrize("shape", [WIDE, (400, 420), (16, 40)])
+@pytest.mark.parametrize("rank", [1.0, 0.25])
+def test_singular_values_go_through_the_rational_functions(
+    shape: tuple[int, int], rank: float, dtype: torch.dtype, error: float
+) -> None:
+    """By brute force, over four decades; where they are zero, rounding stays small."""
+    rows, columns = shape
+    count = int(rank * rows)
+    values = torch.zeros(rows, dtype=torch.float64)
+    values[:count] = torch.logspace(0, -4, count, dtype=torch.float64)
+    x = with_singular_values(values, columns)
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    y = s / s.pow(4).sum().pow(1 / 4)
+    for c, weights in (FIRST, SECOND):
+        z = 1 / (1 + c * y * y)
+        y = y * sum(w * z**i for i, w in enumerate(weights))
+    want = ((u * y.unsqueeze(1)) @ v).to(dtype)
+    for given, expected in ((x, want), (x.mT, want.mT)):
+        found = polar(given.to(dtype))
+        assert float(torch.linalg.matrix_norm(found - expected, 2)) < error
+
+
+def test_the_rational_functions_are_near_one_on_three_decades() -> None:
+    s = torch.logspace(0, -3, 100_001, dtype=torch.float64)
+    for i, (c, weights) in enumerate((FIRST, SECOND)):
+        z = 1 / (1 + c * s * s)
+        s = s * sum(w * z**k for k, w in enumerate(weights))
+        # rounding may have carried the largest beyond 1
+        s = torch.cat((s, s.new_tensor([1.003]))) if i == 0 else s
+    assert float((s - 1).abs().max()) < 1.28e-3
 
 
 @pytest.mark.parametrize("shape", [(40, 60), (128, 512), (400, 420)])
@@ -109,3 +146,13 @@ def test_muons_quintics_act_on_singular_values_in_both_forms(
     for given, expected in ((x, want), (x.mT, want.mT)):
         found = newton_schulz(given.to(dtype))
         torch.testing.assert_close(found, expected, rtol=0, atol=error)
+
+
+def test_a_matrix_that_is_not_finite_leaves_the_others_of_its_stack_alone() -> None:
+    x = torch.randn(3, 140, 200, generator=torch.Generator().manual_seed(0))
+    want = polar(x)
+    for bad in (torch.nan, torch.inf):
+        x[1, 3, 4] = bad
+        found = polar(x)
+        assert not found[1].isfinite().any()
+        torch.testing.assert_close(found[::2], want[::2])

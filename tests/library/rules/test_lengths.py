@@ -17,12 +17,16 @@ from torch.nn import functional as F
 
 import natgrad
 from natgrad import Every, LayerTrust, Polar
+from natgrad.factors import growths as module
+from natgrad.math import packing
 from natgrad.math.growth import (
     along,
     along_eigen,
+    along_packed,
     log_growth,
     longest,
     rows_at,
+    rows_times,
     units,
 )
 from natgrad.math.rules import averaged_noise, fading
@@ -97,14 +101,59 @@ def test_curvature_along_an_update_by_brute_force(side: str) -> None:
         kept = lengths[k][index[k]]
         assert float(kept.min()) == float(lengths[k].topk(len(kept)).values[-1])
     expected = sum(float(r @ factor[k] @ r) for k in range(2) for r in rows[k])
-    assert float(along(rows, factor)) == pytest.approx(expected)
+    assert float(along(rows, factor).sum()) == pytest.approx(expected)
     values, vectors = torch.linalg.eigh(factor)
-    assert float(along_eigen(rows, vectors, values)) == pytest.approx(expected)
+    assert float(along_eigen(rows, vectors, values).sum()) == pytest.approx(expected)
     diagonal = factor.diagonal(dim1=1, dim2=2)
     expected = sum(float(r * r @ diagonal[k]) for k in range(2) for r in rows[k])
-    assert float(along(rows, diagonal)) == pytest.approx(expected)
+    assert float(along(rows, diagonal).sum()) == pytest.approx(expected)
     empty = diagonal.new_empty(0)
-    assert float(along_eigen(rows, empty, diagonal)) == pytest.approx(expected)
+    assert float(along_eigen(rows, empty, diagonal).sum()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("small", [640, 5])
+def test_packed_averages_are_not_mirrored(
+    small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "SMALL", small)
+    torch.manual_seed(0)
+    rows = torch.randn(2, 3, 7, dtype=torch.float64)
+    root = torch.randn(2, 7, 7, dtype=torch.float64)
+    factor = root @ root.mT
+    flat = packing.pack(factor).view(2, -1)
+    torch.testing.assert_close(along_packed(rows, flat), along(rows, factor))
+
+
+def test_rows_of_a_product_by_brute_force() -> None:
+    torch.manual_seed(0)
+    x, left = torch.randn(2, 5, 4), torch.randn(2, 5, 5)
+    index = torch.tensor([[3, 0], [1, 4]])
+    near = torch.testing.assert_close
+    near(rows_times(index, left, x), rows_at(left @ x, index))
+    near(rows_times(index, None, x), rows_at(x, index))
+    diagonal = torch.rand(2, 5)
+    near(rows_times(index, diagonal, x), rows_at(diagonal.unsqueeze(2) * x, index))
+
+
+@pytest.mark.parametrize("style", ["eigen", "factored"])
+def test_growths_of_equal_shapes_at_once_are_those_one_by_one(
+    style: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights(together: int) -> Tensor:
+        monkeypatch.setattr(module, "TOGETHER_UP_TO", together)
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        rule = natgrad.Kronecker(style=style)
+        construct(natgrad.KFAC, model, optimizer, rule=rule, refresh=Every(1, 50))
+        for step in range(4):
+            x = torch.randn(16, 6).double() * (1 + step)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), x).backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    torch.testing.assert_close(weights(2**21), weights(0), rtol=1e-9, atol=1e-11)
 
 
 def test_growth_is_never_less_than_none() -> None:
