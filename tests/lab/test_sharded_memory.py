@@ -100,7 +100,7 @@ def test_a_rank_has_in_use_what_was_planned_and_peaks_fall_with_more_of_them() -
     """Beyond the plan: index tables of packed triangles, and a few numbers."""
     size = SIZES["tiny"]
     widths = size.width, size.keys, size.inner, size.words
-    tables = sum(4 * (n * n + packed_size(n)) for n in widths)
+    tables = sum(4 * (2 * n * n + packed_size(n)) for n in widths)
     methods, alone = ["polar", "kfac", "muon"], dict[str, dict[str, int]]()
     for world in (1, 2, 4):
         results = run_world(world, in_use, methods, timeout=200)

@@ -15,7 +15,7 @@ from natgrad.factors.state import StatisticState
 from natgrad.factors.statistics import Statistics
 from natgrad.math.inverse import Inverse
 from natgrad.plan import Plan
-from natgrad.plan.cost import inverse_shapes
+from natgrad.plan.cost import kept_shapes
 from natgrad.rules.lengths import References
 from natgrad.rules.moments import Moment, Moments, moment_shape
 
@@ -141,7 +141,7 @@ def _held(
 
 
 def _share_inverse(s: StatisticState, share: Share, eigen: bool) -> Inverse:
-    shapes = inverse_shapes(s.spec, eigen)
+    shapes = kept_shapes(s.spec, eigen)
     old = s.inverse or (None,) * len(shapes)
     return tuple(
         share(x, torch.Size(shape).numel()).reshape(shape)

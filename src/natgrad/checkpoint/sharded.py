@@ -25,7 +25,7 @@ from natgrad.factors.state import StatisticState
 from natgrad.factors.statistics import Statistics
 from natgrad.layers import Block
 from natgrad.math.shards import is_shard, local
-from natgrad.plan.cost import inverse_shapes
+from natgrad.plan.cost import kept_shapes
 from natgrad.rules.lengths import has_reference
 
 KEY = "natgrad"
@@ -173,7 +173,7 @@ def _shapes(
     watched = statistics.parts[s.spec.block].refresh.tolerance is not None
     return {
         "average": [(s.spec.packed,)],
-        "inverse": inverse_shapes(s.spec, statistics.is_eigen(s)),
+        "inverse": kept_shapes(s.spec, statistics.is_eigen(s)),
         "history": [(s.spec.packed,)] * (2 if watched else 0),
     }
 

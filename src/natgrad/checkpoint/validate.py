@@ -14,8 +14,8 @@ from torch import Tensor
 
 from natgrad.factors.budget import Books, Cost
 from natgrad.factors.refresh import Timing
-from natgrad.factors.state import require_part, require_version
-from natgrad.plan.cost import inverse_shapes
+from natgrad.factors.state import has_dense_root, require_part, require_version
+from natgrad.plan.cost import inverse_shapes, kept_shapes
 
 if TYPE_CHECKING:
     from natgrad.factors.statistics import Statistics
@@ -91,7 +91,9 @@ def _require_statistic(statistics: "Statistics", name: str, entry: Any) -> None:
         _refuse(f"{where}.history", history, "a list of at most two tensors")
     _require_tensors(f"{where}.history", history, packed * len(history))
     if entry["inverse"] is not None:
-        shapes = inverse_shapes(s.spec, statistics.is_eigen(s))
+        shapes = kept_shapes(s.spec, statistics.is_eigen(s))
+        if s.spec.triangular and has_dense_root(entry):
+            shapes = inverse_shapes(s.spec, eigen=False)
         _require_tensors(f"{where}.inverse", entry["inverse"], shapes)
     owned = "average" in statistics.plan.parts_kept(name, statistics.comm.rank)
     # under `Budget` and `watch` one is kept that nothing else needs any more

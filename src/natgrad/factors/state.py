@@ -9,7 +9,7 @@ from torch import Tensor
 
 from natgrad.factors.refresh import Timing
 from natgrad.math.inverse import Inverse
-from natgrad.math.packing import flatten, unflatten
+from natgrad.math.packing import flatten, pack_upper, unflatten, with_zero
 from natgrad.plan.spec import StatisticSpec
 
 VERSION = 3
@@ -28,7 +28,8 @@ class StatisticState:
         average: the running average, packed, on the owner; None before the first
             estimate, and after an inversion if nothing will need it again.
         mean_eigenvalue: of that average, known on every rank; for the pi-split.
-        inverse: what preconditions: ``(X^-1,)`` or ``(Q, v)``; on owner and workers.
+        inverse: what preconditions: ``(X^-1,)`` or ``(Q, v)``; on owner and workers. Of
+            a triangular root the triangle, as `natgrad.math.packing.pack_upper` has it.
         history: the last damped inverse and the one before, packed, on the owner.
         timing: when it is due, the same on every rank.
         failures: inversions that failed in a row.
@@ -105,11 +106,14 @@ def _load_one(
     def move(x: Tensor) -> Tensor:
         return x.detach().to(device, dtype or x.dtype, copy=True)
 
-    average, inverse = entry["average"], entry["inverse"]
+    average, saved = entry["average"], entry["inverse"]
+    inverse = None if saved is None else tuple(move(x) for x in saved)
+    if inverse is not None and has_dense_root(entry):
+        inverse = kept(inverse, spec)
     return StatisticState(
         spec=spec,
         average=None if average is None else move(average),
-        inverse=None if inverse is None else tuple(move(x) for x in inverse),
+        inverse=inverse,
         history=[move(x) for x in entry["history"]],
         mean_eigenvalue=float(entry["mean_eigenvalue"]),
         estimated=bool(entry["estimated"]),
@@ -117,6 +121,13 @@ def _load_one(
         quarantined=int(entry["quarantined"]),
         timing=Timing(**entry["timing"]),
     )
+
+
+def has_dense_root(entry: Mapping[str, Any]) -> bool:
+    """Whether what is saved may be a root of before they were kept packed."""
+    found = entry["inverse"]
+    one = isinstance(found, list | tuple) and len(found) == 1  # pyright: ignore[reportUnknownArgumentType]
+    return one and isinstance(found[0], Tensor) and found[0].dim() == 3
 
 
 def require_version(version: Any) -> None:
@@ -163,25 +174,35 @@ def _require_match(
             )
 
 
-def pack(inverse: Inverse, form: str) -> Tensor:
-    """A prepared factor as one vector: symmetric and triangular ones half as long."""
+def kept(prepared: Inverse, spec: StatisticSpec) -> Inverse:
+    """A prepared factor as it is kept between steps."""
+    if spec.triangular:
+        return (pack_upper(prepared[0]),)
+    # LAPACK leaves columns one after another; others receive rows, and a product would
+    # be rounded differently
+    return tuple(x.contiguous() for x in prepared)
+
+
+def pack(inverse: Inverse, spec: StatisticSpec, form: str) -> Tensor:
+    """What is kept of a prepared factor as one vector: symmetric ones half as long."""
     if form == "eigen":
         return torch.cat([x.flatten() for x in inverse])
-    return flatten(inverse[0])
+    return triangle(inverse[0]) if spec.triangular else flatten(inverse[0])
+
+
+def triangle(rows: Tensor) -> Tensor:
+    """One vector of the packed triangles that are kept, without their zeros."""
+    return rows[:, :-1].flatten()
 
 
 def unpack(flat: Tensor, spec: StatisticSpec, form: str) -> Inverse:
     """The inverse of `pack`."""
-    if form != "eigen":
-        return (unflattened(flat, spec, form),)
     stack, size = spec.stack, spec.size
+    if spec.triangular:
+        return (with_zero(flat.view(stack, -1)),)
+    if form != "eigen":
+        return (unflatten(flat, stack, size, spec.diagonal),)
     vectors, values = flat.split([flat.numel() - stack * size, stack * size])
     if not spec.diagonal:
         vectors = vectors.reshape(stack, size, size)
     return vectors, values.reshape(stack, size)
-
-
-def unflattened(flat: Tensor, spec: StatisticSpec, form: str) -> Tensor:
-    """A dense inverse or root; of the root only the upper triangle was packed."""
-    dense = unflatten(flat, spec.stack, spec.size, spec.diagonal)
-    return dense.triu_() if form == "root" and dense.dim() == 3 else dense

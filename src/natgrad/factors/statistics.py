@@ -3,7 +3,7 @@
 A prepared factor is a tuple of tensors: ``(X^-1,)`` (form ``"inverse"``), ``(W,)`` with
 ``W W^T = X^-1`` upper triangular (``"root"``), ``(X^-power,)`` (``"power"``), or the
 eigenvectors and eigenvalues ``(Q, v)`` (``"eigen"``); of damped X, but for ``"eigen"``.
-``"moment"`` is the statistic itself.
+``"moment"`` is the statistic itself. Between steps W is kept packed.
 """
 
 import sys
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from natgrad.factors.averages import Averages, Refreshed, damping_at
 from natgrad.factors.refresh import Timing
-from natgrad.factors.state import StatisticState, pack, unflattened, unpack
+from natgrad.factors.state import StatisticState, kept, pack, triangle, unpack
 from natgrad.math.inverse import (
     Inverse,
     InverseError,
@@ -29,7 +29,7 @@ from natgrad.math.inverse import (
     damped_roots,
     eigendecompositions,
 )
-from natgrad.math.packing import flatten
+from natgrad.math.packing import flatten, unflatten
 from natgrad.math.parts import with_padding, without_padding
 from natgrad.math.staleness import is_similar
 from natgrad.plan.pace import first_refresh, paces
@@ -208,7 +208,10 @@ class Statistics(Averages):
 
     def _decompose(self, mine: list[StatisticState]) -> Findings:
         found = prepare([self._wanted(s) for s in mine])
-        return {s.spec.name: x for s, x in zip(mine, found, strict=True)}
+        return {
+            s.spec.name: x if isinstance(x, InverseError) else kept(x, s.spec)
+            for s, x in zip(mine, found, strict=True)
+        }
 
     def _wanted(self, s: StatisticState) -> Wanted:
         rule, form = self._rule(s), self.form(s)
@@ -237,9 +240,7 @@ class Statistics(Averages):
                 known += [s.timing.interval, s.failures + 1, mean]
             else:
                 known += [intervals[s.spec.name], 0, mean]
-                # LAPACK leaves columns one after another; others receive rows, and
-                # a product would be rounded differently
-                s.inverse = tuple(x.contiguous() for x in found)
+                s.inverse = found
         if known and self.comm.world > 1:
             vector = self.like.new_tensor(known, dtype=torch.float64)
             known = self.comm.agree(vector).tolist()
@@ -273,10 +274,14 @@ class Statistics(Averages):
         damped = new[0]
         if self.is_eigen(s):
             damped = damped_from_eigen(new[0], new[1], self.factor_damping(s))
-        # unpacked again: packed, the Frobenius norm would miss half of the matrix
-        earlier = (unflattened(x, s.spec, self.form(s)) for x in s.history)
-        similar = [is_similar(damped, x, limit) for x in earlier]
-        s.history = [flatten(damped), *s.history[:1]]
+        flat = triangle(damped) if s.spec.triangular else flatten(damped)
+        if s.spec.triangular:
+            similar = [is_similar(flat, x, limit) for x in s.history]
+        else:  # packed, the Frobenius norm would miss half of the matrix
+            dense = s.spec.stack, s.spec.size, s.spec.diagonal
+            earlier = (unflatten(x, *dense) for x in s.history)
+            similar = [is_similar(damped, x, limit) for x in earlier]
+        s.history = [flat, *s.history[:1]]
         return similar
 
     def _share_inverses(self, states: list[StatisticState]) -> None:
@@ -288,7 +293,7 @@ class Statistics(Averages):
         )
         for s in states:
             if self.owns(s) and s.inverse is not None:
-                flight.put(s.spec.name, pack(s.inverse, self.form(s)))
+                flight.put(s.spec.name, pack(s.inverse, s.spec, self.form(s)))
         # in half precision an owner gets its own back, rounded as others see it
         for name, flat in flight.finish().items():
             s = self.states[name]

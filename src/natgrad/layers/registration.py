@@ -57,8 +57,11 @@ def register(
 
 def _with_forms(spec: BlockSpec, rule: Rule) -> BlockSpec:
     """The plan must know in what form factors are kept and sent."""
+    form = rule.form
     kept = tuple(
-        replace(s, eigen=rule.form == "eigen") if s.is_factor else s
+        replace(s, eigen=form == "eigen", triangular=form == "root" and not s.diagonal)
+        if s.is_factor
+        else s
         for s in spec.statistics
     )
     return replace(spec, statistics=kept)

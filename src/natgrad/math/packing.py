@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# Up to this size index tensors are kept (2.5 MB at most a size). Above it they would
+# Up to this size index tensors are kept (4.1 MB at most a size). Above it they would
 # weigh more than the matrices (85 MB for n = 4608), so rows are copied as views.
 SMALL = 640
 
@@ -63,6 +63,29 @@ def unpack_upper(flat: Tensor, size: int) -> Tensor:
     return x
 
 
+def pack_upper(x: Tensor) -> Tensor:
+    """Upper triangles ``(s, n, n)`` as rows ``(s, n (n + 1) / 2 + 1)``, to be kept.
+
+    Each row ends with a zero, which `unpack_upper` reads for all below the diagonal.
+    """
+    return with_zero(pack(x).view(len(x), -1))
+
+
+def with_zero(rows: Tensor) -> Tensor:
+    """Packed triangles ``(s, n (n + 1) / 2)`` as `pack_upper` has them."""
+    return torch.cat((rows, rows.new_zeros(len(rows), 1)), dim=1)
+
+
+def unpack_upper(rows: Tensor, size: int) -> Tensor:
+    """The upper triangular matrices ``(s, n, n)`` of `pack_upper`."""
+    if size <= SMALL:
+        index = _triangle_index(size, rows.device)
+        return torch.index_select(rows, 1, index).view(-1, size, size)
+    upper = torch.ones(size, size, dtype=torch.bool, device=rows.device).triu_()
+    found = rows.new_zeros(len(rows), size, size)
+    return found.masked_scatter_(upper, rows[:, :-1])
+
+
 def packed_size(size: int) -> int:
     """Elements in the upper triangle of a matrix of ``size`` rows."""
     return size * (size + 1) // 2
@@ -107,6 +130,12 @@ def _square_index(size: int, device: torch.device) -> Tensor:
     row = torch.arange(size, device=device)[:, None]
     low, high = torch.minimum(row, row.T), torch.maximum(row, row.T)
     return (low * size - low * (low - 1) // 2 + high - low).flatten().int()
+
+
+@lru_cache(maxsize=256)
+def _triangle_index(size: int, device: torch.device) -> Tensor:
+    below = torch.ones(size, size, dtype=torch.bool, device=device).tril_(-1)
+    return _square_index(size, device).masked_fill(below.flatten(), packed_size(size))
 
 
 def flatten(x: Tensor) -> Tensor:

@@ -153,8 +153,18 @@ def keeps_basis(spec: StatisticSpec, inverse: str) -> bool:
     return eigen and spec.is_factor and not spec.diagonal
 
 
+def kept_shapes(spec: StatisticSpec, eigen: bool) -> list[tuple[int, ...]]:
+    """Of the tensors of an inverse between steps: of a triangular root, its triangle.
+
+    With a zero: see `natgrad.math.packing.pack_upper`.
+    """
+    if spec.triangular:
+        return [(spec.stack, spec.packed // spec.stack + 1)]
+    return inverse_shapes(spec, eigen)
+
+
 def inverse_shapes(spec: StatisticSpec, eigen: bool) -> list[tuple[int, ...]]:
-    """Of the tensors of an inverse: ``(X^-1,)``, or ``(Q, v)`` if it is ``eigen``."""
+    """Of what a rule is given: ``(X^-1,)``, or ``(Q, v)`` if it is ``eigen``."""
     diagonal = spec.diagonal
     values = (spec.stack, spec.size)
     dense = values if diagonal else (*values, spec.size)

@@ -56,7 +56,12 @@ class Keeps:
 
 
 def inverse_kept(spec: StatisticSpec, inverse: str) -> int:
-    """Elements of an inverse in memory: whole, or eigenvectors and eigenvalues."""
+    """Elements of an inverse in memory: whole, or eigenvectors and eigenvalues.
+
+    Of a triangular root the triangle, and a zero, which is unpacked when applied.
+    """
+    if spec.triangular:
+        return spec.packed + spec.stack
     vectors = keeps_basis(spec, inverse)
     return spec.elements + (spec.stack * spec.size if vectors else 0)
 

@@ -52,7 +52,8 @@ class StatisticSpec:
     """One statistic, named ``block/kind`` (for example ``layer1.0.conv1/A``).
 
     ``eigen``: whether a factor is kept as an eigendecomposition; None: as the plan's
-    ``inverse`` says for all. ``parts`` and ``padding``: see Note [Parts of a large
+    ``inverse`` says for all. ``triangular``: whether a factor is kept as a triangular
+    root, packed. ``parts`` and ``padding``: see Note [Parts of a large
     factor]; ``shared``: Note [One factor of several matrices]; ``counted``: Note
     [Inputs of each matrix].
     """
@@ -65,6 +66,7 @@ class StatisticSpec:
     size: int
     diagonal: bool = False
     eigen: bool | None = None
+    triangular: bool = False
     parts: int = 1
     padding: int = 0
     shared: bool = False

@@ -359,8 +359,8 @@ class LayerTrust(Length):
         if self.memory is not None:
             directions = [sight.directions[name] for name in names]
             found += [foreach.norms(gradients), foreach.norms(directions)]
-        rows = torch.stack([stacked(numbers, sight.like) for numbers in found])
-        rows = sight.whole(names, rows).unbind()
+        rows = stacked([x for numbers in found for x in numbers], sight.like)
+        rows = sight.whole(names, rows.view(len(found), -1)).unbind()
         return (*rows, *rows)[:4]
 
     def _norms(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.math.inverse import Inverse
+from natgrad.math.packing import unpack_upper
 from natgrad.math.precondition import descending
 from natgrad.math.rules import mean_of_entries
 from natgrad.rules.fallbacks import Plain
@@ -199,9 +200,16 @@ class Preconditioner:
             if spec.side != "both":
                 names = [block.spec.statistics[i].name for block in group]
                 states = [self.statistics.states[name] for name in names]
-                by_side[spec.side] = self.stacks.of(states)
+                by_side[spec.side] = _opened(self.stacks.of(states), states[0])
         known = all(x is not None for x in by_side.values())
         return by_side.get("right"), by_side.get("left"), known
+
+
+def _opened(kept: Inverse | None, state: "StatisticState") -> Inverse | None:
+    """What a rule is given: of a triangular root that is kept packed the matrix."""
+    if kept is None or not state.spec.triangular:
+        return kept
+    return (unpack_upper(kept[0], state.spec.size),)
 
 
 def join(group: "list[Block]", tensors: Mapping[str, Tensor]) -> Tensor:

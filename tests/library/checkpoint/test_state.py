@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import natgrad
+from natgrad.math.packing import unpack_upper
 from natgrad.schedules import DampingWarmup, PolynomialDecay
 
 REFRESH: dict[str, natgrad.Refresh] = {
@@ -108,6 +109,24 @@ def test_a_resumed_run_is_the_same_run(maker: str, refresh: str, style: Any) -> 
     assert same(expected, train(other, resumed, range(8, 16)))
     assert same(snapshot(model, optimizer), snapshot(other, resumed))
     assert timings(optimizer) == timings(resumed)
+
+
+def test_roots_that_were_saved_before_they_were_packed_are_loaded() -> None:
+    model, other = mlp(torch.float32), mlp(torch.float32, seed=1)
+    options: dict[str, Any] = {"lr": 0.01, "refresh": natgrad.Every(2, 4)}
+    optimizer = natgrad.Polar(model, **options)
+    train(model, optimizer, range(2))
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
+    for name, entry in saved[1]["natgrad"]["statistics"].items():
+        size = optimizer.engine.statistics.states[name].spec.size
+        entry["inverse"] = [unpack_upper(x, size) for x in entry["inverse"]]
+    expected = train(model, optimizer, range(2, 7))
+
+    resumed = natgrad.Polar(other, **options)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    assert same(expected, train(other, resumed, range(2, 7)))
+    assert same(snapshot(model, optimizer), snapshot(other, resumed))
 
 
 def timings(optimizer: Optimizer) -> dict[str, Any]:

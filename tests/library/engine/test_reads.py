@@ -144,7 +144,7 @@ def convolutions() -> nn.Sequential:
 # Of a step that refreshes nothing, beyond those of torch.optim.SGD.
 OPERATIONS: dict[str, tuple[Make, int]] = {
     "kfac": (kfac(refresh=Every(statistics=9, inverses=9), norm="skip"), 233),
-    "polar": (lambda model: Polar(model, lr=0.01, refresh=EVERY), 389),
+    "polar": (lambda model: Polar(model, lr=0.01, refresh=EVERY), 400),
     "muon": (lambda model: natgrad.Muon(model, lr=0.01), 203),
 }
 

@@ -5,7 +5,13 @@ import torch
 from torch import Tensor
 
 from natgrad.math import packing
-from natgrad.math.packing import pack, packed_size, unpack
+from natgrad.math.packing import (
+    pack,
+    pack_upper,
+    packed_size,
+    unpack,
+    unpack_upper,
+)
 
 SHAPES = [(1, 1), (1, 2), (3, 2), (1, 7), (4, 5), (2, 130), (1, 300)]
 
@@ -40,6 +46,14 @@ def test_pack_is_the_upper_triangle_row_by_row(path: str, stack: int, size: int)
 def test_unpack_undoes_pack(path: str, stack: int, size: int):
     x = symmetric(stack, size)
     assert torch.equal(unpack(pack(x), stack, size), x)
+
+
+@pytest.mark.parametrize(("stack", "size"), SHAPES)
+def test_triangles_come_back_with_zeros_below(path: str, stack: int, size: int):
+    x = symmetric(stack, size)
+    rows = pack_upper(x)
+    assert rows.shape == (stack, packed_size(size) + 1)
+    assert torch.equal(unpack_upper(rows, size), x.triu())
 
 
 def test_only_the_upper_triangle_is_read(path: str):
