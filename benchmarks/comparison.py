@@ -19,7 +19,7 @@ below them.
   against eigendecomposition at three batch sizes (Pauloski et al. 2020, Table I), and
   sub-sampled statistics.
 - ``schemes``: parts of Osawa et al.'s training scheme on digits, three seeds: the two
-  readings of running mixup, and the damping of batch norm (rho).
+  readings of running mixup, the damping of batch norm (rho) and its initial weights.
 - ``claims``: the papers' claims about whole trainings (`benchmarks.claims`), on digits,
   three seeds; ``grid``: two forms of damping on a grid of settings, one seed;
   ``cifar``: some of the claims on CIFAR-10, one seed, and two rows with three.
@@ -154,6 +154,13 @@ SCHEMES: dict[str, dict[str, tuple[str, ...]]] = {
         "rho 16": (
             *(*MIXED, "--data.mixup-kind", "image"),
             *("--curvature.norm-damping-ratio", "16"),
+        ),
+    },
+    "SP-NGD on digits, 24 epochs, erasing, mixup by image: initial weights of norms": {
+        "1": (*MIXED, "--data.mixup-kind", "image"),
+        "N(1, 0.05^2)": (
+            *(*MIXED, "--data.mixup-kind", "image"),
+            *("--model.norm-deviation", "0.05"),
         ),
     },
 }

@@ -206,6 +206,19 @@ def test_he_normal_has_the_variance_of_fan_in():
     assert conv.bias.abs().max() == 0
 
 
+def test_weights_of_norms_can_be_spread_around_one():
+    torch.manual_seed(0)
+    model = models.resnet20()
+    convolution = model.get_submodule("conv1").weight.clone()
+    models.spread_norms_(model, 0.05)
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    weights = torch.cat([norm.weight for norm in norms])
+    assert weights.mean().item() == pytest.approx(1, abs=0.01)
+    assert weights.std().item() == pytest.approx(0.05, rel=0.1)
+    assert all(not norm.bias.any() for norm in norms)
+    assert torch.equal(model.get_submodule("conv1").weight, convolution)
+
+
 def test_shortcut_subsamples_and_pads_with_zero_channels():
     block = models.resnet8().get_submodule("layer2.0.shortcut")
     x = torch.randn(2, 16, 7, 7)
