@@ -215,7 +215,7 @@ def test_weights_of_norms_can_be_spread_around_one():
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     assert len(changed) == len(norms)
     assert all(any(p is norm.weight for norm in norms) for p in changed)
-    weights = torch.cat(changed)
+    weights = torch.cat([p.detach() for p in changed])
     assert weights.mean().item() == pytest.approx(1, abs=0.01)
     assert weights.std().item() == pytest.approx(0.05, rel=0.1)
 
