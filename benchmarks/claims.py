@@ -178,6 +178,27 @@ CIFAR_SEEDS: dict[str, Rows] = {
     },
 }
 
+# Osawa et al. 2020, Figure 5 and section 7.4; 2019, Figure 6: what the approximations
+# of the Fisher cost and save where every statistic is fresh, far from the accuracy that
+# this network can reach.
+_FRESH_CIFAR = _words(
+    batch=256, epochs=0.5, evaluate_every=0.25, targets=30, refresh__kind="every"
+)
+FRESH: dict[str, Rows] = {
+    "CIFAR-10, SP-NGD, ResNet-8 of width 8, batch 256, half an epoch, always fresh": {
+        name: (
+            *("cifar10-spngd-2048", "--model.width", "8", *_FRESH_CIFAR),
+            *_words(curvature__fisher=fisher, curvature__norm=norm),
+        )
+        for name, fisher, norm in (
+            ("emp, unit BN", "empirical", "unit"),
+            ("1mc, unit BN", "sampled", "unit"),
+            ("emp, full BN", "empirical", "full"),
+            ("emp, diagonal BN", "empirical", "diag"),
+        )
+    }
+}
+
 # Ma et al., appendix B: how much of a grid trains, by the form of the damping.
 GRID: dict[str, Rows] = {
     f"Damping, digits, batch {batch}: {name}": {
