@@ -6,7 +6,7 @@
     python -m benchmarks.comparison claims   --runs runs/comparison
     python -m benchmarks.comparison grid     --runs runs/comparison
     python -m benchmarks.comparison cifar    --runs runs/comparison
-    python -m benchmarks.comparison fresh    --runs runs/comparison
+    python -m benchmarks.comparison details  --runs runs/comparison
 
 Each run is a ``natgrad train`` of its own, one thread, two at a time. A run that is
 done is not trained again and one that was interrupted is resumed, so the script can be
@@ -20,11 +20,12 @@ below them.
   against eigendecomposition at three batch sizes (Pauloski et al. 2020, Table I), and
   sub-sampled statistics.
 - ``schemes``: parts of Osawa et al.'s training scheme on digits, three seeds: the two
-  readings of running mixup, the damping of batch norm (rho) and its initial weights.
+  readings of running mixup, and the damping of batch norm (rho).
 - ``claims``: the papers' claims about whole trainings (`benchmarks.claims`), on digits,
   three seeds; ``grid``: two forms of damping on a grid of settings, one seed;
   ``cifar``: some of the claims on CIFAR-10, one seed, and two rows with three;
-  ``fresh``: what approximations of the Fisher cost and lose there, three seeds.
+  ``details``: what approximations of the Fisher cost and lose there, and the initial
+  weights of batch norm on digits, three seeds.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.claims import CIFAR, CIFAR_SEEDS, CLAIMS, FRESH, GRID
+from benchmarks.claims import CIFAR, CIFAR_SEEDS, CLAIMS, DETAILS, GRID
 from benchmarks.common import KEEP_MEMORY
 from natgrad_lab.data import load
 from natgrad_lab.errors import UserError
@@ -158,13 +159,6 @@ SCHEMES: dict[str, dict[str, tuple[str, ...]]] = {
             *("--curvature.norm-damping-ratio", "16"),
         ),
     },
-    "SP-NGD on digits, 24 epochs, erasing, mixup by image: initial weights of norms": {
-        "1": (*MIXED, "--data.mixup-kind", "image"),
-        "N(1, 0.05^2)": (
-            *(*MIXED, "--data.mixup-kind", "image"),
-            *("--model.norm-deviation", "0.05"),
-        ),
-    },
 }
 
 
@@ -195,7 +189,7 @@ JOBS = {
     "papers": paper_jobs,
     "schemes": scheme_jobs,
     "claims": lambda: paper_jobs(CLAIMS),
-    "fresh": lambda: paper_jobs(FRESH),
+    "details": lambda: paper_jobs(DETAILS),
     "grid": lambda: paper_jobs(GRID, SEEDS[:1]),
     "cifar": lambda: chain(
         paper_jobs(CIFAR, SEEDS[:1]), paper_jobs(CIFAR_SEEDS, SEEDS)
@@ -350,7 +344,7 @@ def main() -> None:
     else:
         seeds = sorted({int(job.command[-1]) for job in jobs})
         notes.append(f"Seeds: {', '.join(map(str, seeds))}.")
-    if methods or chosen.what in ("cifar", "fresh"):
+    if methods or chosen.what in ("cifar", "details"):
         notes.append(str(load("cifar10").note))
     table = method_table if methods else paper_table
     text = heading(chosen.what, notes) + "".join(table(jobs, chosen.runs))
