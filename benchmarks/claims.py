@@ -179,16 +179,14 @@ CIFAR_SEEDS: dict[str, Rows] = {
 }
 
 # Osawa et al. 2020, Figure 5 and section 7.4; 2019, Figure 6: what the approximations
-# of the Fisher cost and save where every statistic is fresh, far from the accuracy that
-# this network can reach.
-_FISHER = _words(
-    batch=256, epochs=0.5, evaluate_every=0.25, targets=30, refresh__kind="every"
-)
+# of the Fisher cost and save where every statistic is fresh, and a small network, few
+# steps of it, leave room for a difference.
+_FISHER = _words(model__width=8, epochs=4, refresh__kind="every")
 _MIXED = _words(epochs=24, data__erasing=0.5, data__mixup=0.4)
 DETAILS: dict[str, Rows] = {
-    "CIFAR-10, SP-NGD, ResNet-8 of width 8, batch 256, half an epoch, always fresh": {
+    "SP-NGD on digits, ResNet-8 of width 8, batch 128, 4 epochs, always fresh": {
         name: (
-            *("cifar10-spngd-2048", "--model.width", "8", *_FISHER),
+            *("digits-spngd", *_FISHER),
             *_words(curvature__fisher=fisher, curvature__norm=norm),
         )
         for name, fisher, norm in (

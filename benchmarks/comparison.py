@@ -24,8 +24,8 @@ below them.
 - ``claims``: the papers' claims about whole trainings (`benchmarks.claims`), on digits,
   three seeds; ``grid``: two forms of damping on a grid of settings, one seed;
   ``cifar``: some of the claims on CIFAR-10, one seed, and two rows with three;
-  ``details``: what approximations of the Fisher cost and lose there, and the initial
-  weights of batch norm on digits, three seeds.
+  ``details``: what approximations of the Fisher cost and lose, and the initial weights
+  of batch norm, on digits, three seeds.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def main() -> None:
     else:
         seeds = sorted({int(job.command[-1]) for job in jobs})
         notes.append(f"Seeds: {', '.join(map(str, seeds))}.")
-    if methods or chosen.what in ("cifar", "details"):
+    if methods or chosen.what == "cifar":
         notes.append(str(load("cifar10").note))
     table = method_table if methods else paper_table
     text = heading(chosen.what, notes) + "".join(table(jobs, chosen.runs))

@@ -38,7 +38,7 @@ from natgrad_lab.models import build_for
 from natgrad_lab.train.records import Record
 
 RESULTS = Path(__file__).parent / "results"
-BATCHES = (128, 512, 2048)
+BATCHES = (32, 128, 512)
 TOLERANCES = (0.1, 0.3)
 FAMILIES = ("A", "G", "norm")
 
