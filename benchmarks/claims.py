@@ -178,6 +178,31 @@ CIFAR_SEEDS: dict[str, Rows] = {
     },
 }
 
+# Osawa et al. 2020, Figure 5 and section 7.4; 2019, Figure 6: what the approximations
+# of the Fisher cost and save where every statistic is fresh, and a small network, few
+# steps of it, leave room for a difference.
+_FISHER = _words(model__width=8, epochs=4, refresh__kind="every")
+_MIXED = _words(epochs=24, data__erasing=0.5, data__mixup=0.4)
+DETAILS: dict[str, Rows] = {
+    "SP-NGD on digits, ResNet-8 of width 8, batch 128, 4 epochs, always fresh": {
+        name: (
+            *("digits-spngd", *_FISHER),
+            *_words(curvature__fisher=fisher, curvature__norm=norm),
+        )
+        for name, fisher, norm in (
+            ("emp, unit BN", "empirical", "unit"),
+            ("1mc, unit BN", "sampled", "unit"),
+            ("emp, full BN", "empirical", "full"),
+            ("emp, diagonal BN", "empirical", "diag"),
+        )
+    },
+    # Osawa et al. do not print it; their published code draws it
+    "SP-NGD on digits, 24 epochs, erasing, mixup: initial weights of batch norm": {
+        "1": ("digits-spngd", *_MIXED),
+        "N(1, 0.05^2)": ("digits-spngd", *_MIXED, *_words(model__norm_deviation=0.05)),
+    },
+}
+
 # Ma et al., appendix B: how much of a grid trains, by the form of the damping.
 GRID: dict[str, Rows] = {
     f"Damping, digits, batch {batch}: {name}": {

@@ -6,6 +6,7 @@
     python -m benchmarks.comparison claims   --runs runs/comparison
     python -m benchmarks.comparison grid     --runs runs/comparison
     python -m benchmarks.comparison cifar    --runs runs/comparison
+    python -m benchmarks.comparison details  --runs runs/comparison
 
 Each run is a ``natgrad train`` of its own, one thread, two at a time. A run that is
 done is not trained again and one that was interrupted is resumed, so the script can be
@@ -22,7 +23,9 @@ below them.
   readings of running mixup, and the damping of batch norm (rho).
 - ``claims``: the papers' claims about whole trainings (`benchmarks.claims`), on digits,
   three seeds; ``grid``: two forms of damping on a grid of settings, one seed;
-  ``cifar``: some of the claims on CIFAR-10, one seed, and two rows with three.
+  ``cifar``: some of the claims on CIFAR-10, one seed, and two rows with three;
+  ``details``: what approximations of the Fisher cost and lose, and the initial weights
+  of batch norm, on digits, three seeds.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.claims import CIFAR, CIFAR_SEEDS, CLAIMS, GRID
+from benchmarks.claims import CIFAR, CIFAR_SEEDS, CLAIMS, DETAILS, GRID
 from benchmarks.common import KEEP_MEMORY
 from natgrad_lab.data import load
 from natgrad_lab.errors import UserError
@@ -186,6 +189,7 @@ JOBS = {
     "papers": paper_jobs,
     "schemes": scheme_jobs,
     "claims": lambda: paper_jobs(CLAIMS),
+    "details": lambda: paper_jobs(DETAILS),
     "grid": lambda: paper_jobs(GRID, SEEDS[:1]),
     "cifar": lambda: chain(
         paper_jobs(CIFAR, SEEDS[:1]), paper_jobs(CIFAR_SEEDS, SEEDS)

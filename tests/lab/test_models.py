@@ -206,6 +206,20 @@ def test_he_normal_has_the_variance_of_fan_in():
     assert conv.bias.abs().max() == 0
 
 
+def test_weights_of_norms_can_be_spread_around_one():
+    torch.manual_seed(0)
+    model = models.resnet20()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    models.spread_norms_(model, 0.05)
+    changed = [p for n, p in model.named_parameters() if not torch.equal(p, before[n])]
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(changed) == len(norms)
+    assert all(any(p is norm.weight for norm in norms) for p in changed)
+    weights = torch.cat([p.detach() for p in changed])
+    assert weights.mean().item() == pytest.approx(1, abs=0.01)
+    assert weights.std().item() == pytest.approx(0.05, rel=0.1)
+
+
 def test_shortcut_subsamples_and_pads_with_zero_channels():
     block = models.resnet8().get_submodule("layer2.0.shortcut")
     x = torch.randn(2, 16, 7, 7)

@@ -53,16 +53,6 @@ def unpack(flat: Tensor, stack: int, size: int, out: Tensor | None = None) -> Te
     return mirror_(x.masked_scatter_(_upper_mask(size, flat.device), flat))
 
 
-def unpack_upper(flat: Tensor, size: int) -> Tensor:
-    """Upper triangles ``(s, n (n + 1) / 2)`` as matrices ``(s, n, n)``, zero below."""
-    x = flat.new_zeros(len(flat), size, size)
-    if size > SMALL:
-        return x.masked_scatter_(_upper_mask(size, flat.device), flat)
-    index = _upper_index(size, flat.device).long()
-    x.view(len(flat), -1).scatter_(1, index.expand(len(flat), -1), flat)
-    return x
-
-
 def pack_upper(x: Tensor) -> Tensor:
     """Upper triangles ``(s, n, n)`` as rows ``(s, n (n + 1) / 2 + 1)``, to be kept.
 
@@ -77,13 +67,17 @@ def with_zero(rows: Tensor) -> Tensor:
 
 
 def unpack_upper(rows: Tensor, size: int) -> Tensor:
-    """The upper triangular matrices ``(s, n, n)`` of `pack_upper`."""
+    """The upper triangular matrices ``(s, n, n)`` of packed rows.
+
+    They are ``(s, n (n + 1) / 2)``, or longer by the zero that `pack_upper` adds.
+    """
+    if rows.shape[1] == packed_size(size):
+        rows = with_zero(rows)
     if size <= SMALL:
         index = _triangle_index(size, rows.device)
         return torch.index_select(rows, 1, index).view(-1, size, size)
-    upper = torch.ones(size, size, dtype=torch.bool, device=rows.device).triu_()
     found = rows.new_zeros(len(rows), size, size)
-    return found.masked_scatter_(upper, rows[:, :-1])
+    return found.masked_scatter_(_upper_mask(size, rows.device), rows[:, :-1])
 
 
 def packed_size(size: int) -> int:

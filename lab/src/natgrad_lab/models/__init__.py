@@ -8,7 +8,7 @@ speedruns: `gpt_rotary` and `airbench`.
 from natgrad_lab.models.airbench import Airbench
 from natgrad_lab.models.cifar import CifarResNet
 from natgrad_lab.models.gpt import GPT
-from natgrad_lab.models.init import he_normal_
+from natgrad_lab.models.init import he_normal_, spread_norms_
 from natgrad_lab.models.layout import fastest_layout
 from natgrad_lab.models.mlp import MLP
 from natgrad_lab.models.resnet import ResNet
@@ -62,5 +62,6 @@ __all__ = [
     "resnet101",
     "resnet110",
     "resnet152",
+    "spread_norms_",
     "vit",
 ]

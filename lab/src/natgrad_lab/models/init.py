@@ -20,6 +20,13 @@ def he_normal_(model: nn.Module) -> None:
             module.reset_parameters()
 
 
+def spread_norms_(model: nn.Module, deviation: float) -> None:
+    """Draw the weights of normalisation layers from N(1, deviation^2), in place."""
+    for module in model.modules():
+        if isinstance(module, _NORMS) and module.weight is not None:
+            nn.init.normal_(module.weight, mean=1.0, std=deviation)
+
+
 def transformer_(model: nn.Module, *, depth: int, residual: str = "out") -> None:
     """Initialise a transformer as GPT-2 does, in place.
 

@@ -12,7 +12,8 @@ precision is section 1's ("for both computation and" communication) and section 
 which it does not mention.
 Running mixup and erasing are those of the authors' published code, one lambda per image
 (--data.mixup-kind step: one per step, as the equations have it). Batch norm's weights
-begin at 1; in that code they are drawn from N(1, 0.05^2).
+begin at 1; in that code they are drawn from N(1, 0.05^2) (--model.norm-deviation
+0.05).
 
 Published: 75.0 to 75.3 % top-1 (Table 1). Not run here: ImageNet does not fit.
 """

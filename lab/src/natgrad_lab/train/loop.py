@@ -339,6 +339,8 @@ class Trainer:
             raise UserError(f"Cannot build {what}: {error}") from error
         if isinstance(model, models.Airbench):
             model.fit(dataset.normalised(range(min(5000, len(dataset.train)))))
+        if settings.norm_deviation:
+            models.spread_norms_(model, settings.norm_deviation)
         layout = models.fastest_layout(model)
         if settings.channels_last is not None:
             last = settings.channels_last

@@ -24,10 +24,14 @@ class ModelConfig:
     the model's own."""
     channels_last: bool | None = None
     """Memory layout of images. None: channels_last for ResNets."""
+    norm_deviation: float = field(default=0.0, metadata=LATER)
+    """Deviation, around 1, of the weights that normalisation layers begin with. (The
+    published code of Osawa et al. has 0.05; their papers do not say.)"""
 
     def __post_init__(self) -> None:
         check, width = checks(self, "model."), self.width
         check("width", width is None or width >= 1, ">= 1 or none")
+        check("norm_deviation", self.norm_deviation >= 0, ">= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
