@@ -21,9 +21,9 @@ class Polar(SPNGD):
     Nesterov's look-ahead, A the second moment of its inputs, and a the mean eigenvalue
     of A::
 
-        W W^T = (A + damping a I)^-1        a root of the damped inverse, by Cholesky
-        U     = polar(V W) W^T              all singular values of V W become about 1
-        w    <- w - lr f |w0| U / |U|       w0 is the weight that training began with
+        P  = polar(V (A + damping a I)^-1)  all singular values become about 1
+        U  = P / sqrt(S)                    S: the running mean square of each row of P
+        w <- w - lr f |w0| U / |U|          w0 is the weight that training began with
 
     A learning rate of 0.03 moves w by 3% of what it was at the start. f is 1 as long as
     gradients have their usual size, and falls with gradients that vanish (`LayerTrust`
@@ -47,7 +47,7 @@ class Polar(SPNGD):
 
     finds_rates: ClassVar[bool] = False
     defaults: ClassVar[Options] = Options(
-        rule=Orthogonal(sides="inputs"),
+        rule=Orthogonal(sides="inputs", whitening="full", beta2=0.95),
         fallback=Adam(rate=0.2, beta2=0.999),
         length=LayerTrust(),
         average=AverageGradients(nesterov=True),
@@ -55,7 +55,7 @@ class Polar(SPNGD):
         lr=0.03,
         weight_decay=0.01,
         momentum=0.8,
-        damping=1.0,
+        damping=0.2,
         refresh=Paced(Every(statistics=5, inverses=5)),
         factor_decay=0.8,
         subsample=None,

@@ -3,9 +3,9 @@
 For a layer with weight w (and bias), V the running average of its gradient with
 Nesterov's look-ahead, A the second moment of its inputs and a A's mean eigenvalue::
 
-    W W^T = (A + damping a I)^-1
-    U     = polar(V W) W^T
-    w    <- w - lr f |w0| U / |U|        w0 is the weight that training began with
+    P  = polar(V (A + damping a I)^-1)
+    U  = P / sqrt(S)                     S: the running mean square of each row of P
+    w <- w - lr f |w0| U / |U|           w0 is the weight that training began with
 
 A layer that a normalisation follows is then brought back to ``|w0|``.
 """
@@ -27,7 +27,8 @@ class State:
     start: Tensor
     mean: Mean = field(default_factory=Mean)
     factor: Tensor | None = None
-    root: Tensor = field(default_factory=lambda: torch.empty(0))
+    inverse: Tensor = field(default_factory=lambda: torch.empty(0))
+    rows: Tensor = field(default_factory=lambda: torch.zeros(()))
     usual_square: float = 0.0
 
 
@@ -72,18 +73,19 @@ class Polar:
         lr: float = 0.03,
         momentum: float = 0.8,
         weight_decay: float = 0.01,
-        damping: float = 1.0,
+        damping: float = 0.2,
         decay: float = 0.8,
         every: int = 5,
         rate: float = 0.2,
         beta2: float = 0.999,
+        rows_beta2: float = 0.95,
         memory: float = 0.999,
         normalised: Sequence[str] = (),
     ) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.damping, self.decay, self.every = damping, decay, every
         self.rate, self.beta2, self.memory = rate, beta2, memory
-        self.normalised = normalised
+        self.normalised, self.rows_beta2 = normalised, rows_beta2
         self.layers, self.rest = watch(model)
         self.states = {n: State(start(x)) for n, x in self.layers.items()}
         self.adams = {name: Adam() for name in self.rest}
@@ -97,7 +99,7 @@ class Polar:
             if self.t % self.every == 0:
                 self.refresh(state, layer)
             v = state.mean.add(gradient, self.momentum)
-            u = polar(v @ state.root) @ state.root.T
+            u = self.even(state, polar(v @ state.inverse))
             u *= self.length(state, gradient, v) / u.norm()
             fixed = name in self.normalised
             layer.parameters[0].mul_(1 if fixed else 1 - self.lr * self.weight_decay)
@@ -113,14 +115,22 @@ class Polar:
         self.t += 1
 
     def refresh(self, state: State, layer: Watched) -> None:
-        """The running average of A, and a root of its damped inverse."""
+        """The running average of A, and its damped inverse."""
         new, old = layer.a.T @ layer.a / len(layer.a), state.factor
         a = new if old is None else self.decay * old + (1 - self.decay) * new
         identity = torch.eye(len(a), dtype=a.dtype)
         damped = a + self.damping * a.diagonal().mean() * identity
         state.factor = a
-        # any root will do: another differs by an orthogonal matrix
-        state.root = torch.linalg.inv(torch.linalg.cholesky(damped)).T
+        state.inverse = torch.linalg.inv(damped)
+
+    def even(self, state: State, p: Tensor) -> Tensor:
+        """Rows over the root of the running mean of their squares (NorMuon).
+
+        The mean has a bias, and the result another norm: `length` takes both away.
+        """
+        b, square = self.rows_beta2, p.square().mean(1, keepdim=True)
+        state.rows = b * state.rows + (1 - b) * square
+        return p / state.rows.sqrt()
 
     def length(self, state: State, gradient: Tensor, v: Tensor) -> Tensor:
         """``f |w0|``: rows count as if they had a norm of at least 0.1.
