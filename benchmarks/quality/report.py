@@ -39,10 +39,11 @@ CPU seconds are of a busy machine. `polar` is `natgrad.Polar(model, lr)`, as it 
 all parameters; `whole-...` has one group for them, `polar-...` another rule.
 """
 SAME = {
-    ("airbench", "polar-fixed-hidden"): "polar",
-    ("language", "polar-vocabulary-0.1"): "polar",
+    ("airbench", "polar-fixed-hidden"): "polar-half",
+    ("language", "polar-vocabulary-0.1"): "polar-half",
+    **{(protocol, "polar-full-nor"): "polar" for protocol in TITLES},
 }
-"""Runs that decided on the groups of `Polar`, which makes the same ones now."""
+"""Runs that decided on the defaults of `Polar`, before and now: they do the same."""
 BY_BATCH = "airbench"
 TARGETS = (78.0, 80.0, 82.0)
 """Accuracies, in percent, of which the steps by batch are told."""

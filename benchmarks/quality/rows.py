@@ -28,7 +28,7 @@ PMUON = Orthogonal(source="gradients", power=0.25)
 SOAP = EigenAdam(source="gradients", late=True, basis="tracked", moments="keep")
 # With bases by eigendecomposition, which do not stay near the last ones
 EXACT = EigenAdam(source="gradients", moments="keep")
-# Polar of version 0.1, and the same with the factors of gradients
+# Polar's default before, half-whitened, and the same with the factors of gradients
 WHOLE = replace(
     natgrad.Polar.defaults,
     rule=ACTIVATIONS,
@@ -89,7 +89,7 @@ PUBLISHED = {
 SOAP_MUON = replace(GRADIENTS, rule=replace(SOAP, orthogonal=True), damping=1e-8)
 SOAP_MUON_INPUTS = replace(SOAP, orthogonal=True, sides="inputs")
 # 12 quintics leave singular values of six decades within 1e-6
-NEARLY_EXACT = replace(ACTIVATIONS, iteration=quintics(1e-6, 12))
+NEARLY_EXACT = replace(FULL, beta2=0.95, iteration=quintics(1e-6, 12))
 SLOW = Adam(rate=0.05)
 CONTENDERS: dict[str, Contender] = {
     # natgrad.Polar(model, lr), as it is
@@ -103,6 +103,8 @@ CONTENDERS: dict[str, Contender] = {
         f"polar-vocabulary-{rate:g}": own(WHOLE, vocabulary=rate)
         for rate in (0.05, 0.1, 0.2)
     },
+    # its default before: half-whitened, no even rows
+    "polar-half": own(WHOLE, vocabulary=0.1),
     "polar-nor": own(WHOLE, rule=NOR, vocabulary=0.1),
     "polar-fixed": own(WHOLE, decay=FixedNorm(), vocabulary=0.1),
     # of hidden matrices alone
