@@ -14,7 +14,7 @@ from torch import Tensor
 
 from natgrad.factors.budget import Books, Cost
 from natgrad.factors.refresh import Timing
-from natgrad.factors.state import has_dense_root, require_part, require_version
+from natgrad.factors.state import has_dense, require_part, require_version
 from natgrad.plan.cost import inverse_shapes, kept_shapes
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _require_statistic(statistics: "Statistics", name: str, entry: Any) -> None:
     _require_tensors(f"{where}.history", history, packed * len(history))
     if entry["inverse"] is not None:
         shapes = kept_shapes(s.spec, statistics.is_eigen(s))
-        if s.spec.triangular and has_dense_root(entry):
+        if s.spec.packing and has_dense(entry):
             shapes = inverse_shapes(s.spec, eigen=False)
         _require_tensors(f"{where}.inverse", entry["inverse"], shapes)
     owned = "average" in statistics.plan.parts_kept(name, statistics.comm.rank)

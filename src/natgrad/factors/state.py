@@ -9,8 +9,9 @@ from torch import Tensor
 
 from natgrad.factors.refresh import Timing
 from natgrad.math.inverse import Inverse
-from natgrad.math.packing import flatten, pack_upper, unflatten, with_zero
+from natgrad.math.packing import flatten, unflatten, with_zero
 from natgrad.plan.spec import StatisticSpec
+from natgrad.rules.preconditioner import kept
 
 VERSION = 3
 WRITERS = {
@@ -29,7 +30,7 @@ class StatisticState:
             estimate, and after an inversion if nothing will need it again.
         mean_eigenvalue: of that average, known on every rank; for the pi-split.
         inverse: what preconditions: ``(X^-1,)`` or ``(Q, v)``; on owner and workers. Of
-            a triangular root the triangle, as `natgrad.math.packing.pack_upper` has it.
+            a rule that has it packed, upper triangles: see `kept`.
         history: the last damped inverse and the one before, packed, on the owner.
         timing: when it is due, the same on every rank.
         failures: inversions that failed in a row.
@@ -108,7 +109,7 @@ def _load_one(
 
     average, saved = entry["average"], entry["inverse"]
     inverse = None if saved is None else tuple(move(x) for x in saved)
-    if inverse is not None and has_dense_root(entry):
+    if inverse is not None and has_dense(entry):
         inverse = kept(inverse, spec)
     return StatisticState(
         spec=spec,
@@ -123,8 +124,8 @@ def _load_one(
     )
 
 
-def has_dense_root(entry: Mapping[str, Any]) -> bool:
-    """Whether what is saved may be a root of before they were kept packed."""
+def has_dense(entry: Mapping[str, Any]) -> bool:
+    """Whether what is saved may be of before it was kept packed."""
     found = entry["inverse"]
     one = isinstance(found, list | tuple) and len(found) == 1  # pyright: ignore[reportUnknownArgumentType]
     return one and isinstance(found[0], Tensor) and found[0].dim() == 3
@@ -174,32 +175,24 @@ def _require_match(
             )
 
 
-def kept(prepared: Inverse, spec: StatisticSpec) -> Inverse:
-    """A prepared factor as it is kept between steps."""
-    if spec.triangular:
-        return (pack_upper(prepared[0]),)
-    # LAPACK leaves columns one after another; others receive rows, and a product would
-    # be rounded differently
-    return tuple(x.contiguous() for x in prepared)
-
-
 def pack(inverse: Inverse, spec: StatisticSpec, form: str) -> Tensor:
     """What is kept of a prepared factor as one vector: symmetric ones half as long."""
     if form == "eigen":
         return torch.cat([x.flatten() for x in inverse])
-    return triangle(inverse[0]) if spec.triangular else flatten(inverse[0])
+    return triangle(inverse[0], spec) if spec.packing else flatten(inverse[0])
 
 
-def triangle(rows: Tensor) -> Tensor:
+def triangle(rows: Tensor, spec: StatisticSpec) -> Tensor:
     """One vector of the packed triangles that are kept, without their zeros."""
-    return rows[:, :-1].flatten()
+    return (rows[:, :-1] if spec.packing == "upper" else rows).flatten()
 
 
 def unpack(flat: Tensor, spec: StatisticSpec, form: str) -> Inverse:
     """The inverse of `pack`."""
     stack, size = spec.stack, spec.size
-    if spec.triangular:
-        return (with_zero(flat.view(stack, -1)),)
+    if spec.packing:
+        rows = flat.view(stack, -1)
+        return (with_zero(rows) if spec.packing == "upper" else rows,)
     if form != "eigen":
         return (unflatten(flat, stack, size, spec.diagonal),)
     vectors, values = flat.split([flat.numel() - stack * size, stack * size])

@@ -3,7 +3,7 @@
 A prepared factor is a tuple of tensors: ``(X^-1,)`` (form ``"inverse"``), ``(W,)`` with
 ``W W^T = X^-1`` upper triangular (``"root"``), ``(X^-power,)`` (``"power"``), or the
 eigenvectors and eigenvalues ``(Q, v)`` (``"eigen"``); of damped X, but for ``"eigen"``.
-``"moment"`` is the statistic itself. Between steps W is kept packed.
+``"moment"`` is the statistic itself. Between steps rules may keep them packed.
 """
 
 import sys
@@ -19,7 +19,12 @@ from torch import Tensor
 
 from natgrad.factors.averages import Averages, Refreshed, damping_at
 from natgrad.factors.refresh import Timing
-from natgrad.factors.state import StatisticState, kept, pack, triangle, unpack
+from natgrad.factors.state import (
+    StatisticState,
+    pack,
+    triangle,
+    unpack,
+)
 from natgrad.math.inverse import (
     Inverse,
     InverseError,
@@ -33,6 +38,7 @@ from natgrad.math.packing import flatten, unflatten
 from natgrad.math.parts import with_padding, without_padding
 from natgrad.math.staleness import is_similar
 from natgrad.plan.pace import first_refresh, paces
+from natgrad.rules.preconditioner import kept, opened
 
 if TYPE_CHECKING:
     from natgrad.engine.agreement import Verdict
@@ -274,10 +280,11 @@ class Statistics(Averages):
         damped = new[0]
         if self.is_eigen(s):
             damped = damped_from_eigen(new[0], new[1], self.factor_damping(s))
-        flat = triangle(damped) if s.spec.triangular else flatten(damped)
-        if s.spec.triangular:
+        flat = triangle(damped, s.spec) if s.spec.packing else flatten(damped)
+        if s.spec.packing == "upper":
             similar = [is_similar(flat, x, limit) for x in s.history]
         else:  # packed, the Frobenius norm would miss half of the matrix
+            damped = opened((damped,), s.spec)[0]
             dense = s.spec.stack, s.spec.size, s.spec.diagonal
             earlier = (unflatten(x, *dense) for x in s.history)
             similar = [is_similar(damped, x, limit) for x in earlier]

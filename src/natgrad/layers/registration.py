@@ -57,9 +57,9 @@ def register(
 
 def _with_forms(spec: BlockSpec, rule: Rule) -> BlockSpec:
     """The plan must know in what form factors are kept and sent."""
-    form = rule.form
+    eigen, packing = rule.form == "eigen", rule.packing
     kept = tuple(
-        replace(s, eigen=form == "eigen", triangular=form == "root" and not s.diagonal)
+        replace(s, eigen=eigen, packing=None if s.diagonal else packing)
         if s.is_factor
         else s
         for s in spec.statistics

@@ -5,9 +5,13 @@ s * n * (n + 1) / 2 elements instead of s * n * n.
 """
 
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Packing = Literal["upper", "symmetric"]
+"""What packed triangles are of: upper triangular or symmetric matrices."""
 
 # Up to this size index tensors are kept (4.1 MB at most a size). Above it they would
 # weigh more than the matrices (85 MB for n = 4608), so rows are copied as views.

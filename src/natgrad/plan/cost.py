@@ -154,12 +154,13 @@ def keeps_basis(spec: StatisticSpec, inverse: str) -> bool:
 
 
 def kept_shapes(spec: StatisticSpec, eigen: bool) -> list[tuple[int, ...]]:
-    """Of the tensors of an inverse between steps: of a triangular root, its triangle.
+    """Of the tensors of an inverse between steps: packed ones as rows.
 
-    With a zero: see `natgrad.math.packing.pack_upper`.
+    Upper triangles with a zero: see `natgrad.math.packing.pack_upper`.
     """
-    if spec.triangular:
-        return [(spec.stack, spec.packed // spec.stack + 1)]
+    if spec.packing:
+        zero = spec.packing == "upper"
+        return [(spec.stack, spec.packed // spec.stack + zero)]
     return inverse_shapes(spec, eigen)
 
 

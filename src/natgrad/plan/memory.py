@@ -58,10 +58,10 @@ class Keeps:
 def inverse_kept(spec: StatisticSpec, inverse: str) -> int:
     """Elements of an inverse in memory: whole, or eigenvectors and eigenvalues.
 
-    Of a triangular root the triangle, and a zero, which is unpacked when applied.
+    Of what is packed the triangle, and of a triangular root a zero.
     """
-    if spec.triangular:
-        return spec.packed + spec.stack
+    if spec.packing:
+        return spec.packed + (spec.stack if spec.packing == "upper" else 0)
     vectors = keeps_basis(spec, inverse)
     return spec.elements + (spec.stack * spec.size if vectors else 0)
 

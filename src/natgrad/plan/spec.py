@@ -29,6 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from natgrad.math.packing import Packing
 from natgrad.plan.shards import Cut
 
 FLOAT_BYTES = 4
@@ -52,10 +53,10 @@ class StatisticSpec:
     """One statistic, named ``block/kind`` (for example ``layer1.0.conv1/A``).
 
     ``eigen``: whether a factor is kept as an eigendecomposition; None: as the plan's
-    ``inverse`` says for all. ``triangular``: whether a factor is kept as a triangular
-    root, packed. ``parts`` and ``padding``: see Note [Parts of a large
-    factor]; ``shared``: Note [One factor of several matrices]; ``counted``: Note
-    [Inputs of each matrix].
+    ``inverse`` says for all. ``packing``: whether what is prepared of a factor is
+    kept packed between steps, an upper triangular or a symmetric matrix. ``parts`` and
+    ``padding``: see Note [Parts of a large factor]; ``shared``: Note [One factor of
+    several matrices]; ``counted``: Note [Inputs of each matrix].
     """
 
     name: str
@@ -66,7 +67,7 @@ class StatisticSpec:
     size: int
     diagonal: bool = False
     eigen: bool | None = None
-    triangular: bool = False
+    packing: Packing | None = None
     parts: int = 1
     padding: int = 0
     shared: bool = False

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from natgrad.math.packing import Packing
 from natgrad.math.polar import MUON, Quintics, newton_schulz, polar
 from natgrad.math.rules import between, evening, whiten, whiten_back
 from natgrad.requiring import require_number
@@ -78,6 +79,11 @@ class Orthogonal(Rule):
         """Roots of the damped inverses, the inverses, or other powers."""
         usual: Form = "root" if self.whitening == "half" else "inverse"
         return usual if self.power in (None, {"root": 0.5}.get(usual, 1.0)) else "power"
+
+    @property
+    def packing(self) -> Packing:
+        """Packed: unpacking is little beside the polar factor."""
+        return "upper" if self.form == "root" else "symmetric"
 
     def moment_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int] | None:
         """One number per row, for NorMuon."""

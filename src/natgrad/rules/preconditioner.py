@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.math.inverse import Inverse
-from natgrad.math.packing import unpack_upper
+from natgrad.math.packing import flatten, pack_upper, unpack, unpack_upper
 from natgrad.math.precondition import descending
 from natgrad.math.rules import mean_of_entries
 from natgrad.rules.fallbacks import Plain
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from natgrad.factors.state import StatisticState
     from natgrad.factors.statistics import Statistics
     from natgrad.layers import Block
+    from natgrad.plan.spec import StatisticSpec
 
 # Blocks of equal shape are done by one product up to this many elements each; larger
 # ones keep a device busy by themselves, and joining their gradients takes memory.
@@ -200,16 +201,32 @@ class Preconditioner:
             if spec.side != "both":
                 names = [block.spec.statistics[i].name for block in group]
                 states = [self.statistics.states[name] for name in names]
-                by_side[spec.side] = _opened(self.stacks.of(states), states[0])
+                joined = self.stacks.of(states)
+                by_side[spec.side] = (
+                    None if joined is None else opened(joined, states[0].spec)
+                )
         known = all(x is not None for x in by_side.values())
         return by_side.get("right"), by_side.get("left"), known
 
 
-def _opened(kept: Inverse | None, state: "StatisticState") -> Inverse | None:
-    """What a rule is given: of a triangular root that is kept packed the matrix."""
-    if kept is None or not state.spec.triangular:
-        return kept
-    return (unpack_upper(kept[0], state.spec.size),)
+def kept(prepared: Inverse, spec: "StatisticSpec") -> Inverse:
+    """A prepared factor as it is kept between steps."""
+    if spec.packing == "upper":
+        return (pack_upper(prepared[0]),)
+    if spec.packing == "symmetric":
+        return (flatten(prepared[0]).view(spec.stack, -1),)
+    # LAPACK leaves columns one after another; others receive rows, and a product would
+    # be rounded differently
+    return tuple(x.contiguous() for x in prepared)
+
+
+def opened(kept: Inverse, spec: "StatisticSpec") -> Inverse:
+    """What a rule is given of what is kept, of one factor or of several together."""
+    if spec.packing == "upper":
+        return (unpack_upper(kept[0], spec.size),)
+    if spec.packing == "symmetric":
+        return (unpack(kept[0].flatten(), len(kept[0]), spec.size),)
+    return kept
 
 
 def join(group: "list[Block]", tensors: Mapping[str, Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, get_args
 from torch import Tensor
 
 from natgrad.math.inverse import Inverse
+from natgrad.math.packing import Packing
 from natgrad.math.rules import mean_of_entries
 from natgrad.requiring import require_choice
 
@@ -103,6 +104,14 @@ class Rule(ABC):
     def form(self) -> Form:
         """What is prepared of a factor: its eigenbasis, damped inverse, root, power."""
         return "inverse"
+
+    @property
+    def packing(self) -> Packing | None:
+        """How what is prepared is kept between steps, to be unpacked when applied.
+
+        It takes half of the memory; None: it is kept as it is applied.
+        """
+        return None
 
     def moment_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int] | None:
         """Of the second moment that is kept of a matrix ``(s, m, n)``; None: none."""
