@@ -28,7 +28,7 @@ from benchmarks.common import (
     Contender,
     Policies,
 )
-from benchmarks.contenders import cycle, state_of, training_step
+from benchmarks.contenders import state_of, training_step
 from natgrad.math.polar import newton_schulz
 from natgrad_lab.train.flat import Flat
 from natgrad_lab.train.parts import Parts
@@ -37,8 +37,12 @@ LR, INTERVAL = 1e-3, 10
 MATRICES = ("hidden", "convolutions")
 MUON = natgrad.Orthogonal(sides="none", iteration="muon")
 TRUST = natgrad.LayerTrust(reference="now", memory=None)
-OURS, THEIRS = (FULL, STATISTICS), (FULL, PLAIN)
-"""Kinds of steps where something is refreshed every `INTERVAL` steps only."""
+AFTER = "after"
+OURS, THEIRS = (FULL, AFTER, STATISTICS), (FULL, PLAIN)
+"""Kinds of steps where something is refreshed every `INTERVAL` steps only.
+
+``AFTER``: the first one with new bases, into which SOAP projects its momentum.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +59,11 @@ Make = Callable[[Case], Made]
 
 
 def policies(kinds: tuple[str, ...]) -> Policies:
-    """One full step in `INTERVAL`, or one kind of step."""
+    """One full step in `INTERVAL`, most of the last kind; or one kind of step."""
     if len(kinds) == 1:
         return ALWAYS
-    return {f"1/{INTERVAL}": {kinds[0]: 1, kinds[1]: INTERVAL - 1}}
+    rest = INTERVAL + 1 - len(kinds)
+    return {f"1/{INTERVAL}": dict.fromkeys(kinds, 1) | {kinds[-1]: rest}}
 
 
 def made(
@@ -93,7 +98,7 @@ def ours(name: str, refreshes: bool = False, **parts: Any) -> Make:
 
     def make(case: Case) -> Made:
         model = case.model()
-        refresh = cycle(OURS) if refreshes else natgrad.Every(1, 1)
+        refresh = natgrad.Every(1, len(OURS) if refreshes else 1)
         options = replace(
             natgrad.Muon.defaults, **{"lr": LR, "refresh": refresh, "loss": case.loss}
         )
@@ -105,7 +110,7 @@ def ours(name: str, refreshes: bool = False, **parts: Any) -> Make:
         def state() -> list[Any]:
             kept = engine.statistics.states.values()
             factors = [[s.average, s.inverse, s.history] for s in kept]
-            moments = [m.square for m in engine.moments.states.values()]
+            moments = [[m.square, m.mean] for m in engine.moments.states.values()]
             return [state_of(optimizer), factors, moments]
 
         def prepare(kind: str) -> None:

@@ -189,7 +189,9 @@ class Engine(Machinery):
         """
         blocks = [self.block[name] for name in given.directions]
         blocks = [b for b in blocks if b.rule.late == late]
-        updates = self.preconditioner(blocks, given.directions, given.gradients)
+        updates = self.preconditioner(
+            blocks, given.directions, given.gradients, given.newest
+        )
         if self.probe is not None:
             self.probe.note(given.directions, updates)
         return updates

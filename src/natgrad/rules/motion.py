@@ -44,6 +44,11 @@ class Average:
 
     nesterov: bool = False
 
+    @property
+    def has_newest(self) -> bool:
+        """Whether a direction follows from the one of the step before (`newest`)."""
+        return self.keeps_mass and not self.nesterov
+
     def velocity(self, state: State, p: Tensor) -> Tensor:
         """That of a parameter, at first zero; in float32 or better."""
         entry = state[p]
@@ -74,6 +79,14 @@ class Average:
     ) -> Sequence[Tensor]:
         """What the rule is given, from the gradients of parameters."""
         return gradients
+
+    def newest(self, state: State, p: Tensor, momentum: float) -> float | None:
+        """The weight w of the newest gradient g in the direction of a parameter.
+
+        The direction is ``(1 - w)`` times the one of the step before, plus ``w g``.
+        None if it is not of that kind.
+        """
+        return None
 
     def noise(self, momentum: float) -> float:
         """What is left in a direction of gradients that are only noise, as a part."""
@@ -155,6 +168,10 @@ class AverageGradients(Average):
         ahead = foreach.lerp(velocity, gradients, 1 - m)
         foreach.divide_(ahead, [m * mass + 1 - m for mass in masses])
         return ahead
+
+    def newest(self, state: State, p: Tensor, momentum: float) -> float | None:
+        """Without Nesterov's look-ahead: gradients count by their part of the mass."""
+        return (1 - momentum) / state[p][MASS] if self.has_newest else None
 
     def noise(self, momentum: float) -> float:
         """That of a long average."""
