@@ -1,7 +1,7 @@
 """KFAC: a gradient preconditioner for any torch optimizer."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +16,8 @@ from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Refresh
 from natgrad.layers import Block
-from natgrad.layers.block import require_known
 from natgrad.layers.groups import Named, parameters_of
+from natgrad.layers.registration import require_known
 from natgrad.layers.unwrap import unwrap
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy
@@ -188,7 +188,7 @@ class KFAC(Inspectable):
             gradients = {name: g / unit for name, g in gradients.items()}
         return Directions(directions=gradients, gradients=gradients)
 
-    def learning_rate(self, names: Sequence[str]) -> float:
+    def learning_rate(self, names: Iterable[str]) -> float:
         """For the KL clip."""
         if self.optimizer is None:
             return 1.0

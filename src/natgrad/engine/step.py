@@ -1,6 +1,6 @@
 """What one stage of a step hands on to the next, and what an optimizer adds to it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -72,7 +72,7 @@ class Update(Protocol):
         """From the mean gradients of the blocks that this rank works on."""
         ...
 
-    def learning_rate(self, names: Sequence[str]) -> float:
+    def learning_rate(self, names: Iterable[str]) -> float:
         """The largest of these blocks', which the KL clip knows the step by."""
         ...
 

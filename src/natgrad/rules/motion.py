@@ -7,7 +7,7 @@ it, which a parameter has its own of, because it may get its first gradient late
 because momentum may change.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -187,6 +187,63 @@ class AverageGradients(Average):
     ) -> None:
         """``w <- w - lr u``."""
         foreach.add_([local(p) for p in params], updates, -lr)
+
+
+Moving = tuple[dict[str, Any], Average, list[Tensor], list[Tensor]]
+"""A parameter group, an average, parameters, and a tensor for each of them."""
+
+
+class Places:
+    """In which parameter group the parameters of blocks are, and by which average.
+
+    Of those that are ours. ``groups`` are the optimizer's at construction; each method
+    gets them again, as they may be another list after a state was loaded.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        blocks: "Iterable[Block]",
+        averages: Mapping[str, Average],
+    ) -> None:
+        numbers = {id(p): i for i, g in enumerate(groups) for p in g["params"]}
+        kinds: dict[tuple[int, Average], int] = {}
+        self._places: dict[str, list[tuple[Tensor, int]]] = {}
+        for block in (b for b in blocks if not b.is_foreign):
+            keys = [(numbers[id(p)], averages[block.name]) for p in block.parameters]
+            found = [kinds.setdefault(key, len(kinds)) for key in keys]
+            self._places[block.name] = [*zip(block.parameters, found, strict=True)]
+        self._kinds = [*kinds]
+
+    def sorted(
+        self,
+        groups: Sequence[dict[str, Any]],
+        tensors: Mapping[str, Sequence[Tensor]],
+    ) -> list[Moving]:
+        """Parameters of blocks and their tensors, by rate, momentum and average."""
+        found: dict[Any, Moving] = {}
+        lists: list[Moving] = []
+        for number, average in self._kinds:
+            group = groups[number]
+            key = group["lr"], group["momentum"], average
+            lists.append(found.setdefault(key, (group, average, [], [])))
+        for name, its in tensors.items():
+            if name in self._places:
+                for (p, kind), x in zip(self._places[name], its, strict=True):
+                    lists[kind][2].append(p)
+                    lists[kind][3].append(x)
+        return [each for each in found.values() if each[2]]
+
+    def of(self, groups: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+        """The groups of a block's parameters; none if they are not ours."""
+        return [groups[self._kinds[kind][0]] for _, kind in self._places.get(name, ())]
+
+    def largest(
+        self, groups: Sequence[Mapping[str, Any]], names: Iterable[str]
+    ) -> float:
+        """The largest learning rate of some blocks."""
+        kinds = {kind for name in names for _, kind in self._places.get(name, ())}
+        return max((float(groups[self._kinds[k][0]]["lr"]) for k in kinds), default=0.0)
 
 
 Change = tuple[Tensor, Tensor]
