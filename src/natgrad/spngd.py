@@ -212,7 +212,7 @@ class SPNGD(Inspectable, Optimizer):
         gradients = self._decayed(gradients)
         parts, averages = self.engine.parts, dict[int, Tensor]()
         left, noise = dict[int, float](), dict[str, float]()
-        weights, newest = dict[int, float | None](), dict[str, float | None]()
+        newest = dict[str, float | None]()
         averaged = {n: g for n, g in gradients.items() if parts[n].average.keeps_mass}
         if self.engine.sharded:
             keep_whole(self.state, self.engine.statistics)
@@ -223,7 +223,6 @@ class SPNGD(Inspectable, Optimizer):
             found = average.directions(self.state, params, grads, m)
             averages |= {id(p): x for p, x in zip(params, found, strict=True)}
             left |= dict.fromkeys(map(id, params), average.noise(m))
-            weights |= {id(p): average.newest(self.state, p, m) for p in params}
         directions = dict(gradients)
         for name in averaged:
             block = self.engine.block[name]
@@ -231,11 +230,18 @@ class SPNGD(Inspectable, Optimizer):
                 means = [averages[id(p)] for p in block.parameters]
                 directions[name] = block.fold(means)
                 noise[name] = left[id(block.parameters[0])]
-                found = {weights[id(p)] for p in block.parameters}
-                newest[name] = found.pop() if len(found) == 1 else None
+                if block.rule.projects:
+                    newest[name] = self._newest(block)
         return Directions(
             directions=directions, gradients=gradients, noise=noise, newest=newest
         )
+
+    def _newest(self, block: Block) -> float | None:
+        """The weight of this step's gradient in a block's direction, if it has one."""
+        average, groups = self.engine.parts[block.name].average, self.param_groups
+        pairs = zip(block.parameters, self._places.of(groups, block.name), strict=True)
+        found = {average.newest(self.state, p, g["momentum"]) for p, g in pairs}
+        return found.pop() if len(found) == 1 else None
 
     def learning_rate(self, names: Iterable[str]) -> float:
         """The largest of these blocks' groups, for the KL clip."""

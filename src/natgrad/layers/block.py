@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -234,7 +235,7 @@ class Block:
     is_asked: bool = False
     rule: Rule = field(default_factory=Plain)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The layer's name in the model; a plain parameter's own name."""
         return self.spec.name

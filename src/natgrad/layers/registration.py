@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -158,13 +157,19 @@ def require_inside(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> Non
 def require_known(model: nn.Module, blocks: list[Block]) -> None:
     """Raise if a parameter has a gradient that a step would not use."""
     used = {id(p) for b in blocks if b.is_trained for p in b.parameters}
-    # names are looked for only where there is something to say
-    each = (m._parameters.values() for m in model.modules())  # pyright: ignore[reportPrivateUsage]
-    for p in chain.from_iterable(each):
-        if p is None or id(p) in used or p.grad is None or not p.requires_grad:
+    # in each step: names are looked for only where there is something to say
+    modules, seen = [model], set[int]()
+    while modules:
+        module = modules.pop()
+        if id(module) in seen:
             continue
-        name = next(name for name, x in model.named_parameters() if x is p)
-        raise RuntimeError(
-            f"{name} was added, frozen or unfrozen after registration. Must be "
-            "done before KFAC or SPNGD is made."
-        )
+        seen.add(id(module))
+        modules += [m for m in module._modules.values() if m is not None]  # pyright: ignore[reportPrivateUsage]
+        for p in module._parameters.values():  # pyright: ignore[reportPrivateUsage]
+            if p is None or id(p) in used or p.grad is None or not p.requires_grad:
+                continue
+            name = next(name for name, x in model.named_parameters() if x is p)
+            raise RuntimeError(
+                f"{name} was added, frozen or unfrozen after registration. Must be "
+                "done before KFAC or SPNGD is made."
+            )
