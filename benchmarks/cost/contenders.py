@@ -29,7 +29,6 @@ from benchmarks.common import (
     Policies,
 )
 from benchmarks.contenders import state_of, training_step
-from natgrad.math.polar import newton_schulz
 from natgrad_lab.train.flat import Flat
 from natgrad_lab.train.parts import Parts
 
@@ -161,10 +160,11 @@ def sgd(case: Case) -> Made:
 
 
 class InFloat32(Parts):
-    """Steps in which torch's Muon does not round to bfloat16."""
+    """Steps in which torch's Muon and Dion's do not round to bfloat16."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        with mock.patch.object(Tensor, "bfloat16", lambda x: x.clone()):
+        wide = mock.patch.object(torch, "bfloat16", torch.float32)
+        with wide, mock.patch.object(Tensor, "bfloat16", lambda x: x.clone()):
             return super().step(closure)
 
 
@@ -245,29 +245,36 @@ def simple(name: str, **settings: Any) -> Make:
     return make
 
 
-def dion_muon(folder: str | None) -> Make:
-    """Muon of microsoft/dion, from a checkout, iterating in float32."""
+def as_written(function: Any = None, **_: Any) -> Any:
+    """What `torch.compile` is called for, without it; also as a decorator."""
+    return function or (lambda decorated: decorated)
+
+
+def dion(name: str, folder: str | None) -> Make:
+    """Muon or NorMuon of microsoft/dion, from a checkout, iterating in float32.
+
+    Without ``torch.compile``, which nobody else here has either.
+    """
 
     def make(case: Case) -> Made:
         if folder is None:
             raise ImportError("--dion FOLDER, a checkout of microsoft/dion, is missing")
         if folder not in sys.path:
             sys.path.insert(0, str(Path(folder)))
-        from dion import Muon  # pyright: ignore[reportMissingImports]
+        with mock.patch.object(torch, "compile", as_written):
+            import dion  # pyright: ignore[reportMissingImports]
 
-        def five(x: Tensor, epsilon: Any) -> Tensor:
-            whole = x if x.dim() == 3 else x[None]
-            return newton_schulz(whole, dtype=torch.float32).reshape(x.shape)
-
-        model = case.model()
-        muon = partial(Muon, lr=LR, newton_schulz_func=five, nesterov=True)
-        optimizer, _ = beside_adamw(model, muon)
-        return made("Muon (Dion, float32)", case, model, optimizer)
+        model, kind = case.model(), getattr(dion, name)
+        # five iterations with the coefficients that it has for them
+        peer = partial(kind, lr=LR, nesterov=True, use_polar_express=False)
+        optimizer, _ = beside_adamw(model, peer)
+        optimizer.__class__ = InFloat32
+        return made(f"{name} (Dion, float32)", case, model, optimizer)
 
     return make
 
 
-def makers(dion: str | None) -> list[Make]:
+def makers(checkout: str | None) -> list[Make]:
     """Everyone, the baseline first, each rule followed by its public forms."""
     soap = natgrad.SOAP.defaults
     gradients = {"damping": 1e-6, "factor_decay": 0.95}
@@ -278,9 +285,10 @@ def makers(dion: str | None) -> list[Make]:
         ours("natgrad Muon"),
         torch_muon,
         borrowed("Muon", "Muon (pytorch_optimizer, float32)"),
-        dion_muon(dion),
+        dion("Muon", checkout),
         ours("natgrad NorMuon", rule=replace(MUON, beta2=0.95)),
         borrowed("NorMuon", "NorMuon (pytorch_optimizer, float32)"),
+        dion("NorMuon", checkout),
         ours(
             "natgrad MuonH",
             length=natgrad.LayerTrust(memory=None),
