@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 from natgrad import options as o
 from natgrad.capture.hooks import as_written
 from natgrad.checkpoint.optimizer_state import CopyGuard, attach_state, require_free
+from natgrad.engine.agreement import require_known
 from natgrad.engine.engine import Engine
 from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Refresh
 from natgrad.layers import Block
 from natgrad.layers.groups import Named, parameters_of
-from natgrad.layers.registration import require_known
 from natgrad.layers.unwrap import unwrap
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given
 from natgrad.plan import Strategy

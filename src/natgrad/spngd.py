@@ -18,13 +18,13 @@ from natgrad.checkpoint.momentum import (
     worked_on,
 )
 from natgrad.checkpoint.optimizer_state import attach_state
-from natgrad.engine.agreement import Overflow
+from natgrad.engine.agreement import Overflow, require_known
 from natgrad.engine.engine import Engine
 from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Adaptive, Every, Paced, Refresh
 from natgrad.layers import Block
-from natgrad.layers.registration import require_inside, require_known
+from natgrad.layers.registration import require_inside
 from natgrad.layers.unwrap import unwrap
 from natgrad.math import foreach
 from natgrad.math.shards import local

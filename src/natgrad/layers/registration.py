@@ -152,24 +152,3 @@ def require_inside(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> Non
                     f"is not one of this {type(model).__name__}'s. Must be: make it "
                     "part of the model, or give it to an optimizer of its own."
                 )
-
-
-def require_known(model: nn.Module, blocks: list[Block]) -> None:
-    """Raise if a parameter has a gradient that a step would not use."""
-    used = {id(p) for b in blocks if b.is_trained for p in b.parameters}
-    # in each step: names are looked for only where there is something to say
-    modules, seen = [model], set[int]()
-    while modules:
-        module = modules.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        modules += [m for m in module._modules.values() if m is not None]  # pyright: ignore[reportPrivateUsage]
-        for p in module._parameters.values():  # pyright: ignore[reportPrivateUsage]
-            if p is None or id(p) in used or p.grad is None or not p.requires_grad:
-                continue
-            name = next(name for name, x in model.named_parameters() if x is p)
-            raise RuntimeError(
-                f"{name} was added, frozen or unfrozen after registration. Must be "
-                "done before KFAC or SPNGD is made."
-            )
