@@ -28,8 +28,7 @@ from benchmarks.common import (
     Contender,
     Policies,
 )
-from benchmarks.contenders import cycle, state_of, training_step
-from natgrad.math.polar import newton_schulz
+from benchmarks.contenders import state_of, training_step
 from natgrad_lab.train.flat import Flat
 from natgrad_lab.train.parts import Parts
 
@@ -37,8 +36,12 @@ LR, INTERVAL = 1e-3, 10
 MATRICES = ("hidden", "convolutions")
 MUON = natgrad.Orthogonal(sides="none", iteration="muon")
 TRUST = natgrad.LayerTrust(reference="now", memory=None)
-OURS, THEIRS = (FULL, STATISTICS), (FULL, PLAIN)
-"""Kinds of steps where something is refreshed every `INTERVAL` steps only."""
+AFTER = "after"
+OURS, THEIRS = (FULL, AFTER, STATISTICS), (FULL, PLAIN)
+"""Kinds of steps where something is refreshed every `INTERVAL` steps only.
+
+``AFTER``: the first one with new bases, into which SOAP projects its momentum.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +58,11 @@ Make = Callable[[Case], Made]
 
 
 def policies(kinds: tuple[str, ...]) -> Policies:
-    """One full step in `INTERVAL`, or one kind of step."""
+    """One full step in `INTERVAL`, most of the last kind; or one kind of step."""
     if len(kinds) == 1:
         return ALWAYS
-    return {f"1/{INTERVAL}": {kinds[0]: 1, kinds[1]: INTERVAL - 1}}
+    rest = INTERVAL + 1 - len(kinds)
+    return {f"1/{INTERVAL}": dict.fromkeys(kinds, 1) | {kinds[-1]: rest}}
 
 
 def made(
@@ -93,7 +97,7 @@ def ours(name: str, refreshes: bool = False, **parts: Any) -> Make:
 
     def make(case: Case) -> Made:
         model = case.model()
-        refresh = cycle(OURS) if refreshes else natgrad.Every(1, 1)
+        refresh = natgrad.Every(1, len(OURS) if refreshes else 1)
         options = replace(
             natgrad.Muon.defaults, **{"lr": LR, "refresh": refresh, "loss": case.loss}
         )
@@ -105,7 +109,7 @@ def ours(name: str, refreshes: bool = False, **parts: Any) -> Make:
         def state() -> list[Any]:
             kept = engine.statistics.states.values()
             factors = [[s.average, s.inverse, s.history] for s in kept]
-            moments = [m.square for m in engine.moments.states.values()]
+            moments = [[m.square, m.mean] for m in engine.moments.states.values()]
             return [state_of(optimizer), factors, moments]
 
         def prepare(kind: str) -> None:
@@ -156,10 +160,11 @@ def sgd(case: Case) -> Made:
 
 
 class InFloat32(Parts):
-    """Steps in which torch's Muon does not round to bfloat16."""
+    """Steps in which torch's Muon and Dion's do not round to bfloat16."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        with mock.patch.object(Tensor, "bfloat16", lambda x: x.clone()):
+        wide = mock.patch.object(torch, "bfloat16", torch.float32)
+        with wide, mock.patch.object(Tensor, "bfloat16", lambda x: x.clone()):
             return super().step(closure)
 
 
@@ -240,29 +245,36 @@ def simple(name: str, **settings: Any) -> Make:
     return make
 
 
-def dion_muon(folder: str | None) -> Make:
-    """Muon of microsoft/dion, from a checkout, iterating in float32."""
+def as_written(function: Any = None, **_: Any) -> Any:
+    """What `torch.compile` is called for, without it; also as a decorator."""
+    return function or (lambda decorated: decorated)
+
+
+def dion(name: str, folder: str | None) -> Make:
+    """Muon or NorMuon of microsoft/dion, from a checkout, iterating in float32.
+
+    Without ``torch.compile``, which nobody else here has either.
+    """
 
     def make(case: Case) -> Made:
         if folder is None:
             raise ImportError("--dion FOLDER, a checkout of microsoft/dion, is missing")
         if folder not in sys.path:
             sys.path.insert(0, str(Path(folder)))
-        from dion import Muon  # pyright: ignore[reportMissingImports]
+        with mock.patch.object(torch, "compile", as_written):
+            import dion  # pyright: ignore[reportMissingImports]
 
-        def five(x: Tensor, epsilon: Any) -> Tensor:
-            whole = x if x.dim() == 3 else x[None]
-            return newton_schulz(whole, dtype=torch.float32).reshape(x.shape)
-
-        model = case.model()
-        muon = partial(Muon, lr=LR, newton_schulz_func=five, nesterov=True)
-        optimizer, _ = beside_adamw(model, muon)
-        return made("Muon (Dion, float32)", case, model, optimizer)
+        model, kind = case.model(), getattr(dion, name)
+        # five iterations with the coefficients that it has for them
+        peer = partial(kind, lr=LR, nesterov=True, use_polar_express=False)
+        optimizer, _ = beside_adamw(model, peer)
+        optimizer.__class__ = InFloat32
+        return made(f"{name} (Dion, float32)", case, model, optimizer)
 
     return make
 
 
-def makers(dion: str | None) -> list[Make]:
+def makers(checkout: str | None) -> list[Make]:
     """Everyone, the baseline first, each rule followed by its public forms."""
     soap = natgrad.SOAP.defaults
     gradients = {"damping": 1e-6, "factor_decay": 0.95}
@@ -273,9 +285,10 @@ def makers(dion: str | None) -> list[Make]:
         ours("natgrad Muon"),
         torch_muon,
         borrowed("Muon", "Muon (pytorch_optimizer, float32)"),
-        dion_muon(dion),
+        dion("Muon", checkout),
         ours("natgrad NorMuon", rule=replace(MUON, beta2=0.95)),
         borrowed("NorMuon", "NorMuon (pytorch_optimizer, float32)"),
+        dion("NorMuon", checkout),
         ours(
             "natgrad MuonH",
             length=natgrad.LayerTrust(memory=None),

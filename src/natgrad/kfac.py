@@ -1,7 +1,7 @@
 """KFAC: a gradient preconditioner for any torch optimizer."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from natgrad import options as o
 from natgrad.capture.hooks import as_written
 from natgrad.checkpoint.optimizer_state import CopyGuard, attach_state, require_free
+from natgrad.engine.agreement import require_known
 from natgrad.engine.engine import Engine
 from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Refresh
 from natgrad.layers import Block
-from natgrad.layers.block import require_known
 from natgrad.layers.groups import Named, parameters_of
 from natgrad.layers.unwrap import unwrap
 from natgrad.options import NOT_GIVEN, NotGiven, Options, given
@@ -188,7 +188,7 @@ class KFAC(Inspectable):
             gradients = {name: g / unit for name, g in gradients.items()}
         return Directions(directions=gradients, gradients=gradients)
 
-    def learning_rate(self, names: Sequence[str]) -> float:
+    def learning_rate(self, names: Iterable[str]) -> float:
         """For the KL clip."""
         if self.optimizer is None:
             return 1.0

@@ -1,6 +1,6 @@
 """SPNGD: scalable and practical natural gradient descent, a complete optimizer."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,13 +18,12 @@ from natgrad.checkpoint.momentum import (
     worked_on,
 )
 from natgrad.checkpoint.optimizer_state import attach_state
-from natgrad.engine.agreement import Overflow
+from natgrad.engine.agreement import Overflow, require_known
 from natgrad.engine.engine import Engine
 from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Adaptive, Every, Paced, Refresh
 from natgrad.layers import Block
-from natgrad.layers.block import require_known
 from natgrad.layers.registration import require_inside
 from natgrad.layers.unwrap import unwrap
 from natgrad.math import foreach
@@ -36,7 +35,7 @@ from natgrad.quadratic.rates import Rates, before_first, require_no_rates
 from natgrad.requiring import require_number
 from natgrad.rules.kronecker import Kronecker
 from natgrad.rules.lengths import Free
-from natgrad.rules.motion import Average, Decay
+from natgrad.rules.motion import Decay, Places
 from natgrad.rules.parts import Parts
 from natgrad.rules.rule import Rule
 
@@ -141,6 +140,8 @@ class SPNGD(Inspectable, Optimizer):
             optimizer=self,
             agrees_on_overflow=True,
         )
+        averages = {n: x.average for n, x in self.engine.parts.items()}
+        self._places = Places(self.param_groups, self.engine.blocks, averages)
         self._overflow = Overflow(self, grad_scaler, own=self.engine.own_gradients)
         with self.engine.closing_on_error():
             require_inside(self.engine.model, self.param_groups)
@@ -211,10 +212,13 @@ class SPNGD(Inspectable, Optimizer):
         gradients = self._decayed(gradients)
         parts, averages = self.engine.parts, dict[int, Tensor]()
         left, noise = dict[int, float](), dict[str, float]()
+        newest = dict[str, float | None]()
         averaged = {n: g for n, g in gradients.items() if parts[n].average.keeps_mass}
         if self.engine.sharded:
             keep_whole(self.state, self.engine.statistics)
-        for group, average, params, grads in self._by_group(self._means(averaged)):
+        for group, average, params, grads in self._places.sorted(
+            self.param_groups, self._means(averaged)
+        ):
             m = float(group["momentum"])
             found = average.directions(self.state, params, grads, m)
             averages |= {id(p): x for p, x in zip(params, found, strict=True)}
@@ -226,14 +230,22 @@ class SPNGD(Inspectable, Optimizer):
                 means = [averages[id(p)] for p in block.parameters]
                 directions[name] = block.fold(means)
                 noise[name] = left[id(block.parameters[0])]
-        return Directions(directions=directions, gradients=gradients, noise=noise)
+                if block.rule.projects:
+                    newest[name] = self._newest(block)
+        return Directions(
+            directions=directions, gradients=gradients, noise=noise, newest=newest
+        )
 
-    def learning_rate(self, names: Sequence[str]) -> float:
+    def _newest(self, block: Block) -> float | None:
+        """The weight of this step's gradient in a block's direction, if it has one."""
+        average, groups = self.engine.parts[block.name].average, self.param_groups
+        pairs = zip(block.parameters, self._places.of(groups, block.name), strict=True)
+        found = {average.newest(self.state, p, g["momentum"]) for p, g in pairs}
+        return found.pop() if len(found) == 1 else None
+
+    def learning_rate(self, names: Iterable[str]) -> float:
         """The largest of these blocks' groups, for the KL clip."""
-        group_of, blocks = self._group_of(), (self.engine.block[n] for n in names)
-        params = [p for block in blocks for p in block.parameters]
-        rates = [float(group_of[id(p)]["lr"]) for p in params if id(p) in group_of]
-        return max(rates, default=0.0)
+        return self._places.largest(self.param_groups, names)
 
     def write(self, found: Updates) -> None:
         """Move the weights that this rank works on, and get the others."""
@@ -266,7 +278,8 @@ class SPNGD(Inspectable, Optimizer):
             if block.is_foreign and engine.own_gradients:
                 block.write_gradient(updates[block.name])
         with engine.meter("quadratic"):
-            self._rates.find(self._by_group(self._unfolded(updates)))
+            moves = self._places.sorted(self.param_groups, self._unfolded(updates))
+            self._rates.find(moves)
         with engine.meter("update"):
             self._move(self._unfolded(updates))
         with engine.meter("quadratic"):
@@ -284,10 +297,10 @@ class SPNGD(Inspectable, Optimizer):
 
     def _coupled_decays(self, block: Block) -> list[float]:
         """Of a block's parameters; none if they are not ours, or it is decoupled."""
-        if block.is_foreign or not self.engine.parts[block.name].decay.coupled:
+        if not self.engine.parts[block.name].decay.coupled:
             return []
-        group_of = self._group_of()
-        return [group_of[id(p)]["weight_decay"] for p in block.parameters]
+        groups = self._places.of(self.param_groups, block.name)
+        return [group["weight_decay"] for group in groups]
 
     def local_gradients(self, block: Block) -> list[Tensor] | None:
         """What this rank has of them, with coupled weight decay of those weights."""
@@ -322,12 +335,16 @@ class SPNGD(Inspectable, Optimizer):
                 by_decay.setdefault(parts[block.name].decay, []).append(block)
         decays = [(d, b) for d, its in by_decay.items() for b in its]
         self._shrink([p for decay, b in decays for p in decay.decayed(b)])
-        for group, average, params, changes in self._by_group(updates):
+        for group, average, params, changes in self._places.sorted(
+            self.param_groups, updates
+        ):
             lr, momentum = group["lr"], group["momentum"]
             average.move(self.state, params, changes, lr, momentum)
         for decay, its in by_decay.items():
+            if not (changes := decay.rescaled(its, self.engine.references)):
+                continue
             average = {id(p): parts[b.name].average for b in its for p in b.parameters}
-            for p, change in decay.rescaled(its, self.engine.references):
+            for p, change in changes:
                 average[id(p)].follow(self.state, p, change)
 
     def _shrink(self, params: list[Tensor]) -> None:
@@ -339,26 +356,6 @@ class SPNGD(Inspectable, Optimizer):
                 mine = [local(p) for p in decayed]
                 foreach.scale_(mine, 1 - group["lr"] * group["weight_decay"])
 
-    def _by_group(
-        self, tensors: dict[str, list[Tensor]]
-    ) -> Iterator[tuple[dict[str, Any], Average, list[Tensor], list[Tensor]]]:
-        """Our parameters of blocks, and tensors, by rate, momentum and average."""
-        group_of = self._group_of()
-        found: dict[Any, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
-        for name, its in tensors.items():
-            block = self.engine.block[name]
-            if block.is_foreign:
-                continue
-            average = self.engine.parts[name].average
-            for p, x in zip(block.parameters, its, strict=True):
-                group = group_of[id(p)]
-                key = group["lr"], group["momentum"], average
-                _, params, theirs = found.setdefault(key, (group, [], []))
-                params.append(p)
-                theirs.append(x)
-        for (_, _, average), (group, params, theirs) in found.items():
-            yield group, average, params, theirs
-
     def gather(self) -> None:
         """Collective: put all statistics and momentum on every rank.
 
@@ -369,9 +366,6 @@ class SPNGD(Inspectable, Optimizer):
 
     def _gather_velocity(self) -> None:
         gather_momentum(self.state, self.engine.statistics)
-
-    def _group_of(self) -> dict[int, dict[str, Any]]:
-        return {id(p): g for g in self.param_groups for p in g["params"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Continue from a `state_dict` of the same model and options."""

@@ -44,6 +44,14 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
             "refresh": OFTEN,
         },
     ),
+    "soap, averaged": (
+        SPNGD,
+        {
+            "rule": natgrad.EigenAdam(),
+            "average": natgrad.AverageGradients(),
+            "refresh": RARELY,
+        },
+    ),
     "spngd": (SPNGD, {"refresh": Adaptive(tolerance=1e-9)}),
     "spngd, everywhere": (SPNGD, {"strategy": "factor_wise", "refresh": OFTEN}),
     "polar": (Polar, {"refresh": OFTEN}),
@@ -88,11 +96,13 @@ def kept_on(rank: int, case: str) -> tuple[dict[str, int], dict[str, int]]:
     engine = made.engine
     states = list(engine.statistics.states.values())
     buffers = [x for s in optimizer.state.values() for x in s.values()]
+    moments = engine.moments.states.values()
+    means = [m.mean for m in moments if m.mean is not None]
     real = {
         "statistics": bytes_of([s.average for s in states if s.average is not None]),
         "history": bytes_of([x for s in states for x in s.history]),
         "inverses": bytes_of([x for s in states for x in s.inverse or ()]),
-        "moments": bytes_of([m.square for m in engine.moments.states.values()]),
+        "moments": bytes_of([m.square for m in moments] + means),
         "momentum": bytes_of([x for x in buffers if isinstance(x, torch.Tensor)]),
     }
     planned = memory_of(engine.plan, keeps_of(engine.options))[rank]

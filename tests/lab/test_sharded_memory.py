@@ -64,12 +64,13 @@ def kept(rank: int, methods: list[str]) -> dict[str, dict[str, int]]:
         if method != "adamw":
             with closing(own):
                 states = [*own.engine.statistics.states.values()]
-                squares = own.engine.moments.states.values()
+                moments = own.engine.moments.states.values()
+                kept = [x for m in moments for x in (m.square, m.mean)]
                 mine |= {
                     "statistics": bytes_of(s.average for s in states),
                     "history": bytes_of(x for s in states for x in s.history),
                     "inverses": bytes_of(x for s in states for x in s.inverse or ()),
-                    "moments": bytes_of(m.square for m in squares),
+                    "moments": bytes_of(x for x in kept if x is not None),
                 }
         found[method] = mine
     return found

@@ -13,6 +13,7 @@ from natgrad.checkpoint.state_dict import Kept
 from natgrad.distributed.communicator import Communicator
 from natgrad.factors.state import StatisticState
 from natgrad.factors.statistics import Statistics
+from natgrad.layers import Block
 from natgrad.math.inverse import Inverse
 from natgrad.plan import Plan
 from natgrad.plan.cost import kept_shapes
@@ -72,19 +73,30 @@ def _gather_moments(moments: Moments, statistics: Statistics) -> None:
     states, comm, like = moments.states, statistics.comm, statistics.like
     blocks = [b for b in statistics.block.values() if not b.is_cut]
     first = {b.name: statistics.plan.workers[b.name][0] for b in blocks}
+    none = Moment(square=like.new_empty(0))
+    mine = [states.get(b.name, none) for b in blocks]
     held = [
-        states[b.name].steps if b.name in states and first[b.name] == comm.rank else 0
-        for b in blocks
+        [s.steps, s.mean is not None] if first[b.name] == comm.rank else [0, 0]
+        for b, s in zip(blocks, mine, strict=True)
     ]
-    known: list[float] = comm.agree(like.new_tensor(held)).tolist()
-    for block, steps in zip(blocks, map(round, known), strict=True):
+    known = comm.agree(like.new_tensor(held, dtype=torch.float64).flatten()).tolist()
+    numbers: list[int] = [round(x) for x in known]
+    for block, state, steps, has_mean in zip(
+        blocks, mine, numbers[::2], numbers[1::2], strict=True
+    ):
         if not steps:
             continue
-        state = states.get(block.name)
-        empty = like.new_empty(moment_shape(block))
-        square = empty if state is None else state.square.contiguous()
-        square = comm.broadcast(square, first[block.name])
-        states[block.name] = Moment(square=square, steps=steps)
+
+        def share(x: Tensor | None, block: Block = block) -> Tensor:
+            empty = like.new_empty(moment_shape(block))
+            kept = x.contiguous() if x is not None and x.numel() else empty
+            return comm.broadcast(kept, first[block.name])
+
+        states[block.name] = Moment(
+            square=share(state.square),
+            steps=steps,
+            mean=share(state.mean) if has_mean else None,
+        )
 
 
 def _gather_references(references: References, statistics: Statistics) -> None:

@@ -27,6 +27,7 @@ from natgrad.layers import Block
 from natgrad.math.shards import is_shard, local
 from natgrad.plan.cost import kept_shapes
 from natgrad.rules.lengths import has_reference
+from natgrad.rules.moments import Moment
 
 KEY = "natgrad"
 REST = "rest"
@@ -89,7 +90,10 @@ def collect(
                 steps = int(entry[name]["steps"])
                 block = statistics.block[name.removesuffix(MOMENT)]
                 square = _unfile_square(block, entry[name]["square"])
-                moments[block.name] = {"square": square, "steps": steps}
+                mean = entry[name].get("mean")
+                if mean is not None and bool(mean.isnan().all()):
+                    mean = None
+                moments[block.name] = {"square": square, "steps": steps, "mean": mean}
             elif name.endswith(START) and not entry[name].isnan():
                 usual = entry.get(name.removesuffix(START) + USUAL)
                 reference = _unfile_reference(entry[name], usual)
@@ -122,13 +126,17 @@ def _file_moment(kept: Kept, block: Block) -> dict[str, Any]:
     if shape is None or not _works(kept, block):
         return {}
     state, like = kept.moments.states.get(block.name), kept.statistics.like
+    unknown = like.new_full(shape, float("nan"))
     if state is None:
-        square, steps = like.new_full(shape, float("nan")), float("nan")
+        state, steps = Moment(square=unknown), float("nan")
     else:
-        square, steps = state.square, float(state.steps)
+        steps = float(state.steps)
+    square = state.square
     if block.kind is None:  # of a sharded model each rank has its part of it
         square = as_parameter(square, block.parameters[0])
     filed = {"square": square, "steps": torch.tensor(steps)}
+    if block.rule.projects and kept.statistics.parts[block.name].average.has_newest:
+        filed["mean"] = unknown if state.mean is None else state.mean
     return {f"{block.name}{MOMENT}": filed}
 
 

@@ -117,6 +117,9 @@ def _require_moment(where: str, entry: Any) -> None:
     ok = isinstance(square, Tensor) and square.is_floating_point()
     if not ok or not bool((square.isfinite() & (square >= 0)).all()):
         _refuse(f"{where}.square", square, "a finite tensor >= 0")
+    mean = entry.get("mean")
+    if mean is not None:
+        _require_tensors(f"{where}.mean", [mean], [tuple(square.shape)])
 
 
 def _require_reference(where: str, entry: Any) -> None:

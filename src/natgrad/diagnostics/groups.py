@@ -100,7 +100,7 @@ def _moved(blocks: Sequence[Block], plan: Plan) -> int:
 
 
 def flops_of(rule: Rule, spec: BlockSpec) -> int | None:
-    """Flops of the products that a rule does to a block's direction in a step.
+    """Flops of the products that a rule does to a block's direction in a plain step.
 
     Counted by running the rule on tensors without data. None for a rule that cannot.
     """
@@ -136,6 +136,7 @@ def _flops(
         damping=1.0,
         curvature=empty(shape[0], shape[1] * shape[2]) if rule.corrects else None,
         moment=lambda x, _: x,
+        average=lambda image, _: image,
     )
     try:
         with FlopCounterMode(display=False) as counter:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.capture.forwards import Captured
@@ -155,6 +155,27 @@ def gradient_norm(
     if overflow is None:
         return norm
     return norm.masked_fill(overflow.to(norm.device) > 0, math.inf)
+
+
+def require_known(model: nn.Module, blocks: list[Block]) -> None:
+    """Raise if a parameter has a gradient that a step would not use."""
+    used = {id(p) for b in blocks if b.is_trained for p in b.parameters}
+    # in each step: names are looked for only where there is something to say
+    modules, seen = [model], set[int]()
+    while modules:
+        module = modules.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        modules += [m for m in module._modules.values() if m is not None]  # pyright: ignore[reportPrivateUsage]
+        for p in module._parameters.values():  # pyright: ignore[reportPrivateUsage]
+            if p is None or id(p) in used or p.grad is None or not p.requires_grad:
+                continue
+            name = next(name for name, x in model.named_parameters() if x is p)
+            raise RuntimeError(
+                f"{name} was added, frozen or unfrozen after registration. Must be "
+                "done before KFAC or SPNGD is made."
+            )
 
 
 class Overflow:

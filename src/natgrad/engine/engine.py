@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -190,7 +190,9 @@ class Engine(Machinery):
         """
         blocks = [self.block[name] for name in given.directions]
         blocks = [b for b in blocks if b.rule.late == late]
-        updates = self.preconditioner(blocks, given.directions, given.gradients)
+        updates = self.preconditioner(
+            blocks, given.directions, given.gradients, given.newest
+        )
         if self.probe is not None:
             self.probe.note(given.directions, updates)
         return updates
@@ -204,19 +206,16 @@ class Engine(Machinery):
         """
         rank, workers = self.comm.rank, self.plan.workers
         seen = self.statistics, self.preconditioner
-        by_length: dict[Length, dict[str, None]] = {}
-        for name, parts in self.parts.items():
-            by_length.setdefault(parts.length, {})[name] = None
         found: dict[str, Tensor] = {}
         clips: dict[str, Tensor] = {}
-        for length, names in by_length.items():
+        for length, names in self._by_length.items():
             mine = {name: u for name, u in updates.items() if name in names}
             sight = Sight(
                 blocks=self.block,
                 directions=given.directions,
                 gradients=given.gradients,
                 like=self.like,
-                lr=update.learning_rate([*names]),
+                lr=update.learning_rate(names),
                 # several ranks may work on a block: the first counts it
                 first=frozenset(name for name in mine if workers[name][0] == rank),
                 total=self._total,
@@ -232,6 +231,14 @@ class Engine(Machinery):
                 layers = [name for name in names if self.block[name].kind is not None]
                 clips |= dict.fromkeys(layers, clip)
         return {n: found[n] for n in given.directions if n in found}, clips
+
+    @cached_property
+    def _by_length(self) -> dict[Length, dict[str, None]]:
+        """Names of blocks by their length, in the blocks' order."""
+        found: dict[Length, dict[str, None]] = {}
+        for name, parts in self.parts.items():
+            found.setdefault(parts.length, {})[name] = None
+        return found
 
     def _total(self, x: Tensor) -> Tensor:
         """The sum over all ranks."""

@@ -1,6 +1,6 @@
 """What one stage of a step hands on to the next, and what an optimizer adds to it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,11 +18,14 @@ class Directions:
         gradients: this step's gradients, as the optimizer wants them to count.
         noise: the part that is left in a direction of gradients that are only noise, by
             block name; 1 where none is given.
+        newest: by block name, the weight of this step's gradient in a direction that is
+            else the one of the step before (`natgrad.rules.motion.Average.newest`).
     """
 
     directions: dict[str, Tensor]
     gradients: dict[str, Tensor]
     noise: Mapping[str, float] = field(default_factory=dict[str, float])
+    newest: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Update(Protocol):
         """From the mean gradients of the blocks that this rank works on."""
         ...
 
-    def learning_rate(self, names: Sequence[str]) -> float:
+    def learning_rate(self, names: Iterable[str]) -> float:
         """The largest of these blocks', which the KL clip knows the step by."""
         ...
 

@@ -1,7 +1,7 @@
 """Running averages of the statistics of all blocks."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
 from natgrad.math import foreach
 from natgrad.math.inverse import pi_split, split_damping
-from natgrad.math.packing import flatten, trace, unflatten
+from natgrad.math.packing import flatten, traces, unflatten
 from natgrad.math.precision import rescaled
 from natgrad.math.spectrum import change_rate, packed_norm
 from natgrad.math.statistics import own_moment
@@ -24,6 +24,7 @@ from natgrad.plan import Plan, StatisticSpec
 from natgrad.plan.pace import built_in_cost
 from natgrad.requiring import require_number
 from natgrad.rules.parts import Damping, Parts
+from natgrad.rules.preconditioner import TOGETHER_UP_TO
 from natgrad.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -198,18 +199,22 @@ class Averages:
     ) -> list[StatisticState]:
         """Those of the weight's own gradient, on their owners, who are workers."""
         mine = [s for s in due if self.owns(s)]
-        found = {s.spec.name: self._own(s.spec, gradients) for s in mine}
+        sums, found = dict[str, Tensor](), list[Tensor]()
+        for specs in self._alike(mine, gradients):
+            moment = self._own(specs, gradients)
+            found += traces(moment, len(specs))
+            packed = flatten(moment).split(specs[0].packed)
+            sums |= {spec.name: x for spec, x in zip(specs, packed, strict=True)}
         # The split of the damping needs the trace of the other side too, whose owner
         # may be another worker: both are the squared norm of the gradient.
         theirs = [s for s in due if not self.owns(s) and s.spec.block in gradients]
-        traces = [trace(x) for x in found.values()]
-        traces += [gradients[s.spec.block].square().sum() for s in theirs]
-        known: list[float] = torch.stack(traces).tolist() if traces else []
-        for s, total in zip([*mine, *theirs], known, strict=True):
+        found += [gradients[s.spec.block].square().sum() for s in theirs]
+        names = [*sums, *(s.spec.name for s in theirs)]
+        known: list[float] = torch.stack(found).tolist() if found else []
+        for s, total in zip((self.states[n] for n in names), known, strict=True):
             mean = total / s.spec.eigenvalues
             old, new = self._weights(s)
             s.mean_eigenvalue = old * s.mean_eigenvalue + new * mean
-        sums = {name: flatten(x) for name, x in found.items()}
         if self.changes is not None:
             self._note_changes(mine, sums, self.changes)
         self._average(mine, sums)
@@ -217,10 +222,27 @@ class Averages:
             s.estimated = True
         return due
 
-    def _own(self, spec: StatisticSpec, gradients: Mapping[str, Tensor]) -> Tensor:
-        """A statistic of the weight's own gradient."""
-        precision = self.options.factor_precision
-        gradient, times = rescaled(gradients[spec.block], precision)
+    def _alike(
+        self, states: list[StatisticState], gradients: Mapping[str, Tensor]
+    ) -> list[list[StatisticSpec]]:
+        """Those of small gradients of equal shape together, others alone."""
+        groups: dict[Hashable, list[StatisticSpec]] = {}
+        for spec in (s.spec for s in states):
+            g = gradients[spec.block]
+            # rounded to half precision, each has a scale of its own
+            alone = self.options.factor_precision or g.numel() > TOGETHER_UP_TO
+            alike = g.shape, g.dtype, spec.side, spec.parts, spec.size, spec.diagonal
+            groups.setdefault(spec.name if alone else alike, []).append(spec)
+        return [*groups.values()]
+
+    def _own(
+        self, specs: list[StatisticSpec], gradients: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Statistics of some weights' own gradients, one after another."""
+        each = [gradients[spec.block] for spec in specs]
+        whole = each[0] if len(each) == 1 else torch.cat(each)
+        precision, spec = self.options.factor_precision, specs[0]
+        gradient, times = rescaled(whole, precision)
         moment = own_moment(
             gradient,
             spec.side,

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -234,7 +235,7 @@ class Block:
     is_asked: bool = False
     rule: Rule = field(default_factory=Plain)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The layer's name in the model; a plain parameter's own name."""
         return self.spec.name
@@ -387,14 +388,3 @@ def statistics_like(blocks: list[Block]) -> Tensor:
     first = local(blocks[0].parameters[0])
     wide = any(p.dtype == torch.float64 for b in blocks for p in b.parameters)
     return first.new_empty(0, dtype=torch.float64 if wide else torch.float32).detach()
-
-
-def require_known(model: nn.Module, blocks: list[Block]) -> None:
-    """Raise if a parameter has a gradient that a step would not use."""
-    used = {id(p) for b in blocks if b.is_trained for p in b.parameters}
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.grad is not None and id(p) not in used:
-            raise RuntimeError(
-                f"{name} was added, frozen or unfrozen after registration. Must be "
-                "done before KFAC or SPNGD is made."
-            )

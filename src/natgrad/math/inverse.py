@@ -163,11 +163,20 @@ def track(matrix: Tensor, earlier: Inverse) -> Inverse:
         return vectors, matrix
     turned = matrix @ vectors
     order = (vectors * turned).sum(1).argsort(dim=-1, descending=True)
-    columns = order.unsqueeze(1).expand_as(vectors)
-    q, r = torch.linalg.qr(turned.gather(2, columns))
-    values = r.diagonal(dim1=-2, dim2=-1).abs()
+    # by Householder's reflections: torch's QR would make the whole of R besides
+    reflections, scales = torch.geqrf(_columns(turned, order))
+    values = reflections.diagonal(dim1=-2, dim2=-1).abs()
+    q = torch.linalg.householder_product(reflections, scales)
     places = order.argsort(dim=-1)
-    return q.gather(2, places.unsqueeze(1).expand_as(q)), values.gather(1, places)
+    return _columns(q, places), values.gather(1, places)
+
+
+def _columns(x: Tensor, order: Tensor) -> Tensor:
+    """The columns of a stack ``(s, n, n)`` in their orders ``(s, n)``."""
+    # LAPACK has one column after another in memory, where each is copied as a whole
+    if len(x) == 1:
+        return x.mT.index_select(1, order[0]).mT
+    return x.mT.gather(1, order.unsqueeze(2).expand_as(x)).mT
 
 
 def damped_from_eigen(vectors: Tensor, values: Tensor, damping: float) -> Tensor:

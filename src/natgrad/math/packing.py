@@ -4,6 +4,7 @@ A stack of symmetric matrices (s, n, n) travels as its s upper triangles, row by
 s * n * (n + 1) / 2 elements instead of s * n * n.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -149,3 +150,9 @@ def unflatten(flat: Tensor, stack: int, size: int, diagonal: bool) -> Tensor:
 def trace(x: Tensor) -> Tensor:
     """The sum of the diagonals of ``(s, n, n)``, or of a diagonal ``(s, n)``."""
     return x.sum() if x.dim() == 2 else x.diagonal(dim1=-2, dim2=-1).sum()
+
+
+def traces(x: Tensor, count: int) -> Sequence[Tensor]:
+    """`trace` of each of so many equal parts of a stack."""
+    diagonals = x if x.dim() == 2 else x.diagonal(dim1=-2, dim2=-1)
+    return diagonals.reshape(count, -1).sum(1).unbind()

@@ -26,16 +26,18 @@ class Keeps:
         waits: Whether estimates wait for an inversion in a later step.
         changes: Whether averages are kept in any case, to see how they change (Budget).
         history: Damped inverses kept to judge staleness by: 2 with Adaptive.
-        moments, rest_moments: Whether blocks with A or G, and parameters without
-            statistics, have second moments (rule and fallback that adapt).
-        of_blocks: Elements of second moments by block name, if rules differ.
+        moments: Tensors of its size that a block with A or G has besides: a second
+            moment (of a rule that adapts), and the averaged gradient in its bases.
+        rest_moments: Whether parameters without statistics have second moments (of a
+            fallback that adapts).
+        of_blocks: Elements of both by block name, if rules differ.
     """
 
     decay: float = 0.95
     waits: bool = True
     changes: bool = False
     history: int = 0
-    moments: bool = False
+    moments: int = 0
     rest_moments: bool = False
     of_blocks: Mapping[str, int] | None = None
 
@@ -46,13 +48,14 @@ class Keeps:
         return self.waits and spec.kind != "S"
 
     def moment(self, block: BlockSpec) -> int:
-        """Elements of the second moment that the block's workers have."""
+        """Elements of the moments that the block's workers have."""
         if self.of_blocks is not None:
             return self.of_blocks.get(block.name, 0)
-        has = self.rest_moments
+        count = int(self.rest_moments)
         if block.statistics:
-            has = self.moments and {s.kind for s in block.statistics} <= FACTORS
-        return block.elements if has else 0
+            are_factors = {s.kind for s in block.statistics} <= FACTORS
+            count = self.moments if are_factors else 0
+        return block.elements * count
 
 
 def inverse_kept(spec: StatisticSpec, inverse: str) -> int:

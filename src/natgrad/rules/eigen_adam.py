@@ -1,6 +1,7 @@
 """Adam in the eigenbases of the factors."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
@@ -48,6 +49,7 @@ class EigenAdam(Rule):
 
     name: ClassVar[str] = "eigen_adam"
     adapts: ClassVar[bool] = True
+    projects: ClassVar[bool] = True
 
     sides: Sides = "both"
     beta2: float = 0.95
@@ -76,7 +78,7 @@ class EigenAdam(Rule):
         rotated = into_basis(x.gradient, *x.bases)
         square = x.moment(rotated, self.beta2)
         if x.direction is not x.gradient:
-            rotated = into_basis(x.direction, *x.bases)
+            rotated = x.average(rotated, partial(into_basis, x.direction, *x.bases))
         scaled = adaptive_scale(rotated, square, x.damping)
         # The polar factor of a rotated matrix is the rotated polar factor.
         scaled = polar(scaled) if self.orthogonal else scaled

@@ -7,9 +7,17 @@ moments are the same. A refresh replaces the bases, and the moment follows: what
 is the diagonal of the gradient's second moment in the old basis, and it becomes the
 diagonal of that same matrix in the new one (`natgrad.math.rules.moved_moment`). With
 ``moments="restart"`` it is forgotten instead.
+
+Note [Averages in a basis]
+A rule that averages gradients (momentum) and works in bases needs both this step's
+gradient and the average there: two projections a step. But a projection is linear, and
+the average of this step is that of the last one and a part of this step's gradient. So
+the projected average is kept too: it follows the projected gradients, and is projected
+itself only in the first step with new bases. It is saved with the second moment, as it
+differs by rounding from what another projection would give.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,10 +37,15 @@ Bases = tuple[Tensor, Tensor]
 
 @dataclass(kw_only=True)
 class Moment:
-    """``square`` ``(s, m, n)``: the running average of squares, over ``steps``."""
+    """``square`` ``(s, m, n)``: the running average of squares, over ``steps``.
+
+    ``mean``: the running average of gradients in the same bases, if a rule has asked
+    for it since those are there. See Note [Averages in a basis].
+    """
 
     square: Tensor
     steps: int = 0
+    mean: Tensor | None = None
 
 
 class Moments:
@@ -56,6 +69,40 @@ class Moments:
         for name in names:
             self.states[name].steps += 1
         return square / (1 - beta2 ** self.steps(names[0]))
+
+    def average(
+        self,
+        names: Sequence[str],
+        newest: Mapping[str, float | None],
+        image: Tensor,
+        project: Callable[[], Tensor],
+    ) -> Tensor:
+        """The average of gradients, in their bases, of blocks. See `Matrices.average`.
+
+        ``newest`` is the weight that gradients, ``image`` ``(k s, m, n)``, have in it.
+        """
+        states = [self.states[name] for name in names if name in self.states]
+        weights = {newest.get(name) for name in names}
+        weight = weights.pop() if len(weights) == 1 else None
+        known = [(s.mean,) for s in states if s.mean is not None]
+        if weight is None or len(states) < len(names):
+            self.outdate(names)
+            return project()
+        if len(known) < len(names):
+            mean = project()
+            views = mean.split(len(mean) // len(names))
+        else:
+            parts = self._stacks.joined([f"{name}/mean" for name in names], known)
+            (mean,), views = parts[0], [view for (view,) in parts[1]]
+            mean.lerp_(image, weight)
+        for state, view in zip(states, views, strict=True):
+            state.mean = view
+        return mean
+
+    def outdate(self, names: Iterable[str]) -> None:
+        """Forget the averages of blocks that are in other bases now."""
+        for state in (self.states[n] for n in names if n in self.states):
+            state.mean = None
 
     def _joined(self, names: Sequence[str], gradients: Tensor) -> Tensor:
         size = len(gradients) // len(names)
@@ -84,7 +131,7 @@ class Moments:
     def save(self) -> dict[str, Any]:
         """Tensors and numbers by block name."""
         return {
-            name: {"square": state.square, "steps": state.steps}
+            name: {"square": state.square, "steps": state.steps, "mean": state.mean}
             for name, state in self.states.items()
         }
 
@@ -95,22 +142,29 @@ class Moments:
         dtype: torch.dtype | None = None,
     ) -> dict[str, Moment]:
         """The states that `save` wrote; raises if they are of other blocks."""
-        shapes = {block.name: moment_shape(block) for block in blocks}
+        known = {block.name: block for block in blocks}
         for name, entry in saved.items():
-            shape = tuple(entry["square"].shape)
-            if shape != shapes.get(name):
+            block, shape = known.get(name), tuple(entry["square"].shape)
+            legal = moment_shape(block) if block else "that of a block of this model"
+            if shape != legal:
                 raise ValueError(
                     f"The second moment of {name!r} was saved with shape {shape}. Must "
-                    f"be {shapes.get(name) or 'that of a block of this model'}."
+                    f"be {legal}."
                 )
-        device = {block.name: block.parameters[0].device for block in blocks}
-        squares = {name: entry["square"].detach() for name, entry in saved.items()}
+
+        def move(name: str, x: Tensor) -> Tensor:
+            device = known[name].parameters[0].device
+            return x.detach().to(device, dtype or x.dtype, copy=True)
+
+        means = {name: entry.get("mean") for name, entry in saved.items()}
         return {
             name: Moment(
-                square=square.to(device[name], dtype or square.dtype, copy=True),
-                steps=int(saved[name]["steps"]),
+                square=move(name, entry["square"]),
+                steps=int(entry["steps"]),
+                # states from before it was kept have none
+                mean=None if means[name] is None else move(name, means[name]),
             )
-            for name, square in squares.items()
+            for name, entry in saved.items()
         }
 
 

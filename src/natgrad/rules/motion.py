@@ -7,7 +7,7 @@ it, which a parameter has its own of, because it may get its first gradient late
 because momentum may change.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -44,6 +44,11 @@ class Average:
 
     nesterov: bool = False
 
+    @property
+    def has_newest(self) -> bool:
+        """Whether a direction follows from the one of the step before (`newest`)."""
+        return self.keeps_mass and not self.nesterov
+
     def velocity(self, state: State, p: Tensor) -> Tensor:
         """That of a parameter, at first zero; in float32 or better."""
         entry = state[p]
@@ -74,6 +79,14 @@ class Average:
     ) -> Sequence[Tensor]:
         """What the rule is given, from the gradients of parameters."""
         return gradients
+
+    def newest(self, state: State, p: Tensor, momentum: float) -> float | None:
+        """The weight w of the newest gradient g in the direction of a parameter.
+
+        The direction is ``(1 - w)`` times the one of the step before, plus ``w g``.
+        None if it is not of that kind.
+        """
+        return None
 
     def noise(self, momentum: float) -> float:
         """What is left in a direction of gradients that are only noise, as a part."""
@@ -156,6 +169,10 @@ class AverageGradients(Average):
         foreach.divide_(ahead, [m * mass + 1 - m for mass in masses])
         return ahead
 
+    def newest(self, state: State, p: Tensor, momentum: float) -> float | None:
+        """Without Nesterov's look-ahead: gradients count by their part of the mass."""
+        return (1 - momentum) / state[p][MASS] if self.has_newest else None
+
     def noise(self, momentum: float) -> float:
         """That of a long average."""
         return averaged_noise(momentum, self.nesterov)
@@ -170,6 +187,63 @@ class AverageGradients(Average):
     ) -> None:
         """``w <- w - lr u``."""
         foreach.add_([local(p) for p in params], updates, -lr)
+
+
+Moving = tuple[dict[str, Any], Average, list[Tensor], list[Tensor]]
+"""A parameter group, an average, parameters, and a tensor for each of them."""
+
+
+class Places:
+    """In which parameter group the parameters of blocks are, and by which average.
+
+    Of those that are ours. ``groups`` are the optimizer's at construction; each method
+    gets them again, as they may be another list after a state was loaded.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        blocks: "Iterable[Block]",
+        averages: Mapping[str, Average],
+    ) -> None:
+        numbers = {id(p): i for i, g in enumerate(groups) for p in g["params"]}
+        kinds: dict[tuple[int, Average], int] = {}
+        self._places: dict[str, list[tuple[Tensor, int]]] = {}
+        for block in (b for b in blocks if not b.is_foreign):
+            keys = [(numbers[id(p)], averages[block.name]) for p in block.parameters]
+            found = [kinds.setdefault(key, len(kinds)) for key in keys]
+            self._places[block.name] = [*zip(block.parameters, found, strict=True)]
+        self._kinds = [*kinds]
+
+    def sorted(
+        self,
+        groups: Sequence[dict[str, Any]],
+        tensors: Mapping[str, Sequence[Tensor]],
+    ) -> list[Moving]:
+        """Parameters of blocks and their tensors, by rate, momentum and average."""
+        found: dict[Any, Moving] = {}
+        lists: list[Moving] = []
+        for number, average in self._kinds:
+            group = groups[number]
+            key = group["lr"], group["momentum"], average
+            lists.append(found.setdefault(key, (group, average, [], [])))
+        for name, its in tensors.items():
+            if name in self._places:
+                for (p, kind), x in zip(self._places[name], its, strict=True):
+                    lists[kind][2].append(p)
+                    lists[kind][3].append(x)
+        return [each for each in found.values() if each[2]]
+
+    def of(self, groups: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+        """The groups of a block's parameters; none if they are not ours."""
+        return [groups[self._kinds[kind][0]] for _, kind in self._places.get(name, ())]
+
+    def largest(
+        self, groups: Sequence[Mapping[str, Any]], names: Iterable[str]
+    ) -> float:
+        """The largest learning rate of some blocks."""
+        kinds = {kind for name in names for _, kind in self._places.get(name, ())}
+        return max((float(groups[self._kinds[k][0]]["lr"]) for k in kinds), default=0.0)
 
 
 Change = tuple[Tensor, Tensor]

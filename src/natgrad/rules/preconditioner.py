@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from natgrad.math.precondition import descending
 from natgrad.math.rules import mean_of_entries
 from natgrad.rules.fallbacks import Plain
 from natgrad.rules.moments import Bases, Moments, is_replaced, moved
-from natgrad.rules.rule import Matrices
+from natgrad.rules.rule import Matrices, projected
 
 if TYPE_CHECKING:
     from natgrad.factors.state import StatisticState
@@ -31,7 +32,8 @@ class Preconditioner:
     """Applies the rules of the blocks that this rank works on.
 
     ``directions`` are what is scaled: gradients, or running averages of them.
-    ``gradients`` are this step's, from which second moments are learned.
+    ``gradients`` are this step's, from which second moments are learned; ``newest`` the
+    weight that they have in the directions (`Average.newest`).
     """
 
     def __init__(self, statistics: "Statistics") -> None:
@@ -46,6 +48,7 @@ class Preconditioner:
         blocks: "Sequence[Block]",
         directions: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
+        newest: Mapping[str, float | None] = MappingProxyType({}),
     ) -> dict[str, Tensor]:
         """Updates ``(s, m, n)`` by block name."""
         plain = [b.name for b in blocks if isinstance(b.rule, Plain)]
@@ -54,7 +57,7 @@ class Preconditioner:
             shares = {b.name: float(b.spec.elements) for b in group}
             with self.statistics.meter("precondition", shares):
                 v, rule = join(group, directions), group[0].rule
-                u = rule.apply(self._seen(group, v, directions, gradients))
+                u = rule.apply(self._seen(group, v, directions, gradients, newest))
                 u = u if rule.descends else descending(v, u, len(group))
             parts = [u] if len(group) == 1 else u.split(len(u) // len(group))
             updates.update(zip(shares, parts, strict=True))
@@ -99,6 +102,7 @@ class Preconditioner:
         v: Tensor,
         directions: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
+        newest: Mapping[str, float | None],
     ) -> Matrices:
         """What a rule sees of a group."""
         rule, names = group[0].rule, [block.name for block in group]
@@ -114,6 +118,9 @@ class Preconditioner:
             damping=self.statistics.damping_of(group[0]),
             curvature=self._curvature(group) if rule.corrects else None,
             moment=partial(self.moments.update, names),
+            average=partial(self.moments.average, names, newest)
+            if rule.projects
+            else projected,
             mean=self._mean(group[0]),
         )
 
@@ -170,6 +177,7 @@ class Preconditioner:
         rules = {name: self.statistics.block[name].rule for name in old}
         restart = [name for name in changed if rules[name].moments == "restart"]
         self.moments.forget(restart)
+        self.moments.outdate(changed)
         for state in self._scales(restart):
             state.average, state.inverse, state.history = None, None, []
             state.estimated = False

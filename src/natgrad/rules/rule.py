@@ -24,6 +24,11 @@ MovedMoments = Literal["move", "keep", "restart"]
 Form = Literal["eigen", "inverse", "root", "power"]
 
 
+def projected(image: Tensor, project: Callable[[], Tensor]) -> Tensor:
+    """That of the direction itself. See `Matrices.average`."""
+    return project()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Matrices:
     """k matrices of equal shape, as a rule sees them.
@@ -41,6 +46,10 @@ class Matrices:
             eigenbases, for a rule that asks for it (`Rule.corrects`).
         moment: adds the squares of a tensor of the rule's `Rule.moment_shape`, of k
             matrices, to running averages with a decay; returns those without bias.
+        average: the direction under a linear map that stays the same from refresh to
+            refresh, such as a change of basis: of this step's gradient under that map,
+            and a function that maps the direction. That is not called where the
+            direction of the step before is known under the map.
         mean: the mean ``(k s, 1, 1)`` over the entries of each, also of entries that
             other ranks of a sharded model have.
     """
@@ -54,7 +63,10 @@ class Matrices:
     damping: float
     curvature: Tensor | None
     moment: Callable[[Tensor, float], Tensor]
-    # by a factory: a function as the class's own attribute would be a method of it
+    # by factories: a function as the class's own attribute would be a method of it
+    average: Callable[[Tensor, Callable[[], Tensor]], Tensor] = field(
+        default_factory=lambda: projected
+    )
     mean: Callable[[Tensor], Tensor] = field(default_factory=lambda: mean_of_entries)
 
     @property
@@ -78,6 +90,8 @@ class Rule(ABC):
     """Whether the update is a natural gradient, of which there is a KL divergence."""
     adapts: ClassVar[bool] = False
     """Whether it keeps a running second moment of its gradients."""
+    projects: ClassVar[bool] = False
+    """Whether it asks for `Matrices.average`, which is kept between refreshes then."""
     corrects: ClassVar[bool] = False
     """Whether it needs the second moment of per-example gradients in the bases."""
     descends: ClassVar[bool] = False

@@ -1,5 +1,6 @@
 """Second moments when their bases are replaced, and what a rule chooses by itself."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from natgrad import (
     EKFAC,
     KFAC,
     SPNGD,
+    AverageGradients,
     EigenAdam,
     Every,
     Free,
@@ -23,6 +25,7 @@ from natgrad import (
     Rule,
 )
 from natgrad.math.rules import corrected_scale, into_basis, out_of_basis
+from natgrad.rules import eigen_adam
 from natgrad.rules.rule import MovedMoments
 
 DAMPING = 0.3
@@ -112,6 +115,54 @@ def test_a_restarted_scale_forgets_and_a_moved_one_does_not() -> None:
         found.append(inverse[0].sum())
     near(found[1], found[0])
     assert not torch.isclose(found[2], found[1])
+
+
+# -- averages in a basis --------------------------------------------------------------
+
+
+def averaged(nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Projections into bases that each step has made, of one matrix."""
+    model, counts, made = mlp(), list[int](), list[Tensor]()
+
+    def counted(x: Tensor, *bases: Tensor) -> Tensor:
+        made.append(x)
+        return into_basis(x, *bases)
+
+    monkeypatch.setattr(eigen_adam, "into_basis", counted)
+    rule = EigenAdam(source="gradients", late=True)
+    average = AverageGradients(nesterov=nesterov)
+    options = {"average": average, "factor_decay": 0.9, "refresh": Every(1, 3)}
+    chosen = replace(SPNGD.defaults, **options)  # type: ignore[arg-type]
+    groups = [{"params": [("0.weight", model[0].weight)], "rule": rule}]  # type: ignore[index]
+    with SPNGD(model, groups, lr=0.01, momentum=0.8, options=chosen) as spngd:
+        for step in range(8):
+            if step == 5:
+                spngd.param_groups[0]["momentum"] = 0.6
+            backward(model, step)
+            made.clear()
+            spngd.step()
+            counts.append(len(made))
+            if not nesterov and counts[-1]:
+                state = spngd.engine.moments.states["0"]
+                kept = spngd.state[model[0].weight]  # type: ignore[index]
+                whole = (kept["velocity"] / kept["mass"]).reshape(made[0].shape)
+                if state.mean is not None:
+                    bases = spngd.engine.preconditioner.bases()["0"]
+                    near(state.mean, into_basis(whole, *bases))
+    return counts
+
+
+def test_an_average_is_projected_once_after_each_refresh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients in every step; bases are there from the first, new with 3 and 6."""
+    assert averaged(False, monkeypatch) == [0, 2, 1, 1, 2, 1, 1, 2]
+
+
+def test_an_average_that_looks_ahead_is_projected_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert averaged(True, monkeypatch) == [0, *[2] * 7]
 
 
 # -- what a rule chooses by itself ----------------------------------------------------

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from natgrad import Budget, Options
+from natgrad import Budget, Options, Rule
 from natgrad.layers import Block
 from natgrad.plan import (
     FLOAT_BYTES,
@@ -38,17 +38,22 @@ def keeps_of(options: Options, ruled: Sequence[tuple[str, Block]] = ()) -> Keeps
         waits=inverses > statistics,
         changes=isinstance(options.refresh, Budget),
         history=0 if options.refresh.tolerance is None else 2,
-        moments=options.rule.adapts,
+        moments=options.rule.adapts + _has_mean(options.rule, options),
         rest_moments=options.fallback.adapts,
-        of_blocks={b.name: _moment(b) for _, b in ruled} if ruled else None,
+        of_blocks={b.name: _moments(b, options) for _, b in ruled} if ruled else None,
     )
 
 
-def _moment(block: Block) -> int:
-    """Elements of a block's second moment."""
+def _moments(block: Block, options: Options) -> int:
+    """Elements of a block's second moment, and of its averaged gradient in bases."""
     spec = block.spec
     shape = block.rule.moment_shape((spec.stack, spec.rows, spec.cols))
-    return math.prod(shape) if shape else 0
+    mean = spec.elements * _has_mean(block.rule, options)
+    return mean + (math.prod(shape) if shape else 0)
+
+
+def _has_mean(rule: Rule, options: Options) -> bool:
+    return rule.projects and options.average.has_newest
 
 
 def memory_by_rank(
