@@ -274,24 +274,27 @@ class SPNGD(Inspectable, Optimizer):
 
     def _decayed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gradients with the weight decay of their group, unless it is decoupled."""
+        group_of = self._group_of()
         for name, g in gradients.items() if self.engine.shards is None else ():
             block = self.engine.block[name]
-            decays = self._coupled_decays(block)
+            decays = self._coupled_decays(block, group_of)
             if any(decays):
                 pairs = zip(decays, block.parameters, strict=True)
                 gradients[name] = g + block.fold([d * p for d, p in pairs])
         return gradients
 
-    def _coupled_decays(self, block: Block) -> list[float]:
+    def _coupled_decays(
+        self, block: Block, group_of: dict[int, dict[str, Any]]
+    ) -> list[float]:
         """Of a block's parameters; none if they are not ours, or it is decoupled."""
         if block.is_foreign or not self.engine.parts[block.name].decay.coupled:
             return []
-        group_of = self._group_of()
         return [group_of[id(p)]["weight_decay"] for p in block.parameters]
 
     def local_gradients(self, block: Block) -> list[Tensor] | None:
         """What this rank has of them, with coupled weight decay of those weights."""
-        found, decays = block.local_gradients(), self._coupled_decays(block)
+        found = block.local_gradients()
+        decays = self._coupled_decays(block, self._group_of())
         if found is None or not any(decays):
             return found
         if any(spec.is_local for spec in block.spec.statistics):
@@ -305,7 +308,8 @@ class SPNGD(Inspectable, Optimizer):
     def _means(self, stacks: dict[str, Tensor]) -> dict[str, list[Tensor]]:
         """As `_unfolded`, but the ``.grad`` of parameters where those are the same."""
         blocks = [self.engine.block[n] for n in stacks]
-        plain = [b.name for b in blocks if not any(self._coupled_decays(b))]
+        group_of = self._group_of()
+        plain = [b.name for b in blocks if not any(self._coupled_decays(b, group_of))]
         own = {n: x for n in plain if (x := self.engine.gradients_of(n)) is not None}
         return own | self._unfolded({n: g for n, g in stacks.items() if n not in own})
 

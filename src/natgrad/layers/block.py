@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -234,7 +235,7 @@ class Block:
     is_asked: bool = False
     rule: Rule = field(default_factory=Plain)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The layer's name in the model; a plain parameter's own name."""
         return self.spec.name
@@ -312,8 +313,7 @@ class Block:
         tensors = [widen(x.to_dense() if x.is_sparse else x) for x in tensors]
         if self.kind is None:
             return tensors[0].reshape(1, 1, -1)
-        bias = tensors[1] if len(tensors) > 1 else None
-        return self.kind.fold(self._module, tensors[0], bias)
+        return self.kind.fold(self._module, tensors[0], *(tensors[1:] or [None]))
 
     def unfold(self, stack: Tensor) -> list[Tensor]:
         """The inverse of `fold`."""

@@ -50,12 +50,12 @@ def rows_times(index: Tensor | None, left: Tensor | None, x: Tensor) -> Tensor:
 # Of each of a stack; the damping is ``(s, 1, 1)``, or one for all.
 
 
-def along(rows: Tensor, factor: Tensor, damping: Tensor | float = 0.0) -> Tensor:
+def along(rows: Tensor, factor: Tensor, damping: Tensor | float) -> Tensor:
     """``tr(U (X + damping I) U^T)``: the curvature of a factor along rows."""
     return ((between(rows, factor, None) + damping * rows) * rows).sum((1, 2))
 
 
-def along_packed(rows: Tensor, flat: Tensor, damping: Tensor | float = 0.0) -> Tensor:
+def along_packed(rows: Tensor, flat: Tensor, damping: Tensor | float) -> Tensor:
     """As `along`, of upper triangles ``(s, n (n + 1) / 2)``, which are not mirrored."""
     upper = unpack_upper(flat, rows.shape[-1])
     upper.diagonal(dim1=1, dim2=2).unsqueeze(2).add_(damping).mul_(0.5)
@@ -63,7 +63,7 @@ def along_packed(rows: Tensor, flat: Tensor, damping: Tensor | float = 0.0) -> T
 
 
 def along_eigen(
-    rows: Tensor, vectors: Tensor, values: Tensor, damping: Tensor | float = 0.0
+    rows: Tensor, vectors: Tensor, values: Tensor, damping: Tensor | float
 ) -> Tensor:
     """As `along`, of a factor ``Q diag(v) Q^T``; empty Q: of diag(v)."""
     rotated = on_right(rows, vectors) if vectors.numel() else rows

@@ -32,7 +32,8 @@ VECTORS_A_ROW = 2
 
 def widen(x: Tensor) -> Tensor:
     """``x`` in float32 if it is in a narrower floating type, else as it is."""
-    return x.to(sum_dtype(x))
+    wide = sum_dtype(x)
+    return x if x.dtype == wide else x.to(wide)
 
 
 def gram(rows: Tensor, size: int | None = None) -> Tensor:
