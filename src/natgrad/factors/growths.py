@@ -19,6 +19,7 @@ from natgrad.factors.averages import Averages
 from natgrad.factors.state import StatisticState
 from natgrad.layers import Block
 from natgrad.math.growth import (
+    LOOKED_AT,
     along,
     along_eigen,
     along_packed,
@@ -47,18 +48,20 @@ def growths(
     """
     blocks = [statistics.block[name] for name in updates]
     natural = [b for b in blocks if b.is_factored and b.rule.natural]
-    found: dict[str, Tensor] = {}
+    names = list[str]()
+    pairs = list[tuple[Tensor, Tensor]]()
     for group in preconditioner.groups(natural):
         for i, spec in enumerate(group[0].spec.statistics):
-            if not spec.is_factor:
-                continue
-            for some in _stale(statistics, group, i):
-                grown = _growth(
-                    statistics, preconditioner, some, i, directions, updates
-                )
-                for block, x in zip(some, grown.unbind(), strict=True):
-                    known = found.get(block.name)
-                    found[block.name] = x if known is None else known + x
+            for some in _stale(statistics, group, i) if spec.is_factor else ():
+                names += [b.name for b in some]
+                known = statistics, preconditioner
+                pairs.append(_now_and_then(*known, some, i, directions, updates))
+    if not names:
+        return {}
+    now, then = (torch.cat(found) for found in zip(*pairs, strict=True))
+    found: dict[str, Tensor] = {}
+    for name, x in zip(names, log_growth(now, then).unbind(), strict=True):
+        found[name] = found[name] + x if name in found else x
     return found
 
 
@@ -89,33 +92,37 @@ def _name(block: Block, i: int) -> str:
     return block.spec.statistics[i].name
 
 
-def _growth(
+def _now_and_then(
     statistics: Averages,
     preconditioner: Preconditioner,
     group: list[Block],
     i: int,
     directions: Mapping[str, Tensor],
     updates: Mapping[str, Tensor],
-) -> Tensor:
-    """One number for each block of a group: of its i-th statistic."""
+) -> tuple[Tensor, Tensor]:
+    """The curvature along updates, one number for each block of a group.
+
+    That of today's i-th averages, and that which the inverses knew.
+    """
     count, spec = len(group), group[0].spec.statistics[i]
     states = [statistics.states[_name(b, i)] for b in group]
     is_left = spec.side == "left"
     turned = _turned(group, updates, is_left)
-    index = longest(turned)
+    index = longest(turned) if turned.shape[1] > LOOKED_AT else None
     rows = rows_at(turned, index)
-    damping = tuple(statistics.factor_damping(s) for s in states)
-    damped = _each(rows.square().sum((1, 2)), count)
-    damped = damped * vector(damping, rows.dtype, rows.device)
-    now = _each(_now(statistics, states, rows), count) + damped
+    each = len(rows) // count
+    damping = [x for s in states for x in [statistics.factor_damping(s)] * each]
+    damped = vector(tuple(damping), rows.dtype, rows.device).view(-1, 1, 1)
+    now = _each(_now(statistics, states, rows, damped), count)
     joined = preconditioner.stacks.of(states)
     assert joined is not None
     if statistics.is_eigen(states[0]):
-        return log_growth(now, _each(along_eigen(rows, *joined), count) + damped)
+        then = along_eigen(rows, joined[0], joined[1], damped)
+        return now, _each(then, count)
     # U (X + damping I) is what the other side's inverse makes of the gradient
     gradient = _turned(group, directions, is_left)
     scaled = rows_times(index, _other(statistics, preconditioner, group, i), gradient)
-    return log_growth(now, _each((scaled * rows).sum((1, 2)), count))
+    return now, _each((scaled * rows).sum((1, 2)), count)
 
 
 def _turned(group: list[Block], tensors: Mapping[str, Tensor], is_left: bool) -> Tensor:
@@ -129,15 +136,17 @@ def _each(x: Tensor, count: int) -> Tensor:
     return x if len(x) == count else x.view(count, -1).sum(1)
 
 
-def _now(statistics: Averages, states: list[StatisticState], rows: Tensor) -> Tensor:
-    """The curvature that today's averages have along rows."""
+def _now(
+    statistics: Averages, states: list[StatisticState], rows: Tensor, damping: Tensor
+) -> Tensor:
+    """The curvature that today's averages have along rows, damped."""
     spec, found = states[0].spec, [s.average for s in states if s.average is not None]
     is_plain = spec.stack * len(states) == len(rows) and spec.parts == 1
     if is_plain and not spec.diagonal:
         flat = found[0] if len(found) == 1 else torch.cat(found)
-        return along_packed(rows, flat.view(len(rows), -1))
+        return along_packed(rows, flat.view(len(rows), -1), damping)
     dense = [statistics.dense(s) for s in states]
-    return along(rows, dense[0] if len(dense) == 1 else torch.cat(dense))
+    return along(rows, dense[0] if len(dense) == 1 else torch.cat(dense), damping)
 
 
 def _other(

@@ -313,8 +313,7 @@ class Block:
         tensors = [widen(x.to_dense() if x.is_sparse else x) for x in tensors]
         if self.kind is None:
             return tensors[0].reshape(1, 1, -1)
-        bias = tensors[1] if len(tensors) > 1 else None
-        return self.kind.fold(self._module, tensors[0], bias)
+        return self.kind.fold(self._module, tensors[0], *(tensors[1:] or [None]))
 
     def unfold(self, stack: Tensor) -> list[Tensor]:
         """The inverse of `fold`."""

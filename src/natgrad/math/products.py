@@ -79,8 +79,8 @@ def triangular_product(x: Tensor, root: Tensor, *, transposed: bool) -> Tensor:
     """
     size, tuning = root.shape[-1], tuning_of(x)
     step = tuning.symmetric_panel
-    # as much work as a square product of that many rows
-    if not step or x.shape[-2] * size**2 < tuning.symmetric_from**3:
+    # a quarter of a square product of that many rows: nothing is copied to mirror it
+    if not step or 4 * x.shape[-2] * size**2 < tuning.symmetric_from**3:
         return torch.bmm(x, root.mT if transposed else root)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start in range(0, size, step):

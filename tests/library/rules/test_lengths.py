@@ -101,14 +101,18 @@ def test_curvature_along_an_update_by_brute_force(side: str) -> None:
         kept = lengths[k][index[k]]
         assert float(kept.min()) == float(lengths[k].topk(len(kept)).values[-1])
     expected = sum(float(r @ factor[k] @ r) for k in range(2) for r in rows[k])
-    assert float(along(rows, factor).sum()) == pytest.approx(expected)
+    assert float(along(rows, factor, 0.0).sum()) == pytest.approx(expected)
     values, vectors = torch.linalg.eigh(factor)
-    assert float(along_eigen(rows, vectors, values).sum()) == pytest.approx(expected)
+    assert float(along_eigen(rows, vectors, values, 0.0).sum()) == pytest.approx(
+        expected
+    )
     diagonal = factor.diagonal(dim1=1, dim2=2)
     expected = sum(float(r * r @ diagonal[k]) for k in range(2) for r in rows[k])
-    assert float(along(rows, diagonal).sum()) == pytest.approx(expected)
+    assert float(along(rows, diagonal, 0.0).sum()) == pytest.approx(expected)
     empty = diagonal.new_empty(0)
-    assert float(along_eigen(rows, empty, diagonal).sum()) == pytest.approx(expected)
+    assert float(along_eigen(rows, empty, diagonal, 0.0).sum()) == pytest.approx(
+        expected
+    )
 
 
 @pytest.mark.parametrize("small", [640, 5])
@@ -121,7 +125,10 @@ def test_packed_averages_are_not_mirrored(
     root = torch.randn(2, 7, 7, dtype=torch.float64)
     factor = root @ root.mT
     flat = packing.pack(factor).view(2, -1)
-    torch.testing.assert_close(along_packed(rows, flat), along(rows, factor))
+    damping = torch.tensor([0.5, 2.0], dtype=torch.float64).view(2, 1, 1)
+    damped = factor + damping * torch.eye(7, dtype=torch.float64)
+    for found in (along_packed(rows, flat, damping), along(rows, factor, damping)):
+        torch.testing.assert_close(found, along(rows, damped, 0.0))
 
 
 def test_rows_of_a_product_by_brute_force() -> None:
@@ -131,6 +138,7 @@ def test_rows_of_a_product_by_brute_force() -> None:
     near = torch.testing.assert_close
     near(rows_times(index, left, x), rows_at(left @ x, index))
     near(rows_times(index, None, x), rows_at(x, index))
+    near(rows_times(None, left, x), left @ x)
     diagonal = torch.rand(2, 5)
     near(rows_times(index, diagonal, x), rows_at(diagonal.unsqueeze(2) * x, index))
 
