@@ -108,8 +108,8 @@ def _load_one(
 
     average, saved = entry["average"], entry["inverse"]
     inverse = None if saved is None else tuple(move(x) for x in saved)
-    if inverse is not None and has_dense_root(entry):
-        inverse = kept(inverse, spec)
+    if spec.triangular and inverse is not None and has_dense_root(entry):
+        inverse = (pack_upper(inverse[0]),)
     return StatisticState(
         spec=spec,
         average=None if average is None else move(average),
@@ -172,15 +172,6 @@ def _require_match(
                 f"{entry['stack']}). Must be {spec.size} (stack {spec.stack}): the "
                 "model or the option largest_factor= differs."
             )
-
-
-def kept(prepared: Inverse, spec: StatisticSpec) -> Inverse:
-    """A prepared factor as it is kept between steps."""
-    if spec.triangular:
-        return (pack_upper(prepared[0]),)
-    # LAPACK leaves columns one after another; others receive rows, and a product would
-    # be rounded differently
-    return tuple(x.contiguous() for x in prepared)
 
 
 def pack(inverse: Inverse, spec: StatisticSpec, form: str) -> Tensor:

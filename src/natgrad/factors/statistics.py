@@ -19,7 +19,7 @@ from torch import Tensor
 
 from natgrad.factors.averages import Averages, Refreshed, damping_at
 from natgrad.factors.refresh import Timing
-from natgrad.factors.state import StatisticState, kept, pack, triangle, unpack
+from natgrad.factors.state import StatisticState, pack, triangle, unpack
 from natgrad.math.inverse import (
     Inverse,
     InverseError,
@@ -29,9 +29,10 @@ from natgrad.math.inverse import (
     damped_roots,
     eigendecompositions,
 )
-from natgrad.math.packing import flatten, unflatten
+from natgrad.math.packing import flatten, pack_upper, unflatten
 from natgrad.math.parts import with_padding, without_padding
 from natgrad.math.staleness import is_similar
+from natgrad.plan import StatisticSpec
 from natgrad.plan.pace import first_refresh, paces
 
 if TYPE_CHECKING:
@@ -116,6 +117,15 @@ def _prepare_alike(wanted: Sequence[Wanted]) -> list[Found]:
     }
     found = ways[form](matrices, [w.damping for w in wanted])
     return [x if isinstance(x, InverseError) else (x,) for x in found]
+
+
+def kept(prepared: Inverse, spec: StatisticSpec) -> Inverse:
+    """A prepared factor as it is kept between steps."""
+    if spec.triangular:
+        return (pack_upper(prepared[0]),)
+    # LAPACK leaves columns one after another; others receive rows, and a product would
+    # be rounded differently
+    return tuple(x.contiguous() for x in prepared)
 
 
 class Statistics(Averages):

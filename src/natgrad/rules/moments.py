@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from natgrad.math.rules import moved_moment
+from natgrad.math.rules import mean_of_squares, moved_moment
 
 if TYPE_CHECKING:
     from natgrad.layers import Block
@@ -51,18 +51,24 @@ class Moments:
 
         ``gradients`` ``(k s, m, n)`` are of blocks whose moments are of as many steps.
         """
-        square = self._joined(names, gradients)
-        square.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+        square, steps = self.aged(names, gradients)
+        return mean_of_squares(square, gradients, beta2, steps)
+
+    def aged(self, names: Sequence[str], like: Tensor) -> tuple[Tensor, int]:
+        """Moments that are to get one more gradient, joined, and of how many then.
+
+        ``like`` ``(k s, ...)`` is what they are moments of.
+        """
+        square = self._joined(names, like)
         for name in names:
             self.states[name].steps += 1
-        return square / (1 - beta2 ** self.steps(names[0]))
+        return square, self.steps(names[0])
 
-    def _joined(self, names: Sequence[str], gradients: Tensor) -> Tensor:
-        size = len(gradients) // len(names)
+    def _joined(self, names: Sequence[str], like: Tensor) -> Tensor:
+        size = len(like) // len(names)
         for name in names:
             if name not in self.states:
-                square = torch.zeros_like(gradients[:size])
-                self.states[name] = Moment(square=square)
+                self.states[name] = Moment(square=torch.zeros_like(like[:size]))
         parts = [(self.states[name].square,) for name in names]
         (square,), views = self._stacks.joined(names, parts)
         for name, (view,) in zip(names, views, strict=True):

@@ -12,9 +12,10 @@ from natgrad.math.inverse import Inverse
 from natgrad.math.packing import unpack_upper
 from natgrad.math.precondition import descending
 from natgrad.math.rules import mean_of_entries
+from natgrad.rules.compiled import Aged, Compiled
 from natgrad.rules.fallbacks import Plain
 from natgrad.rules.moments import Bases, Moments, is_replaced, moved
-from natgrad.rules.rule import Matrices
+from natgrad.rules.rule import Matrices, Rule
 
 if TYPE_CHECKING:
     from natgrad.factors.state import StatisticState
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 # Blocks of equal shape are done by one product up to this many elements each; larger
 # ones keep a device busy by themselves, and joining their gradients takes memory.
 TOGETHER_UP_TO = 2**18
+
+
+def update_of(rule: Rule, x: Matrices) -> Tensor:
+    """The updates ``(k s, m, n)`` of k matrices, none of them uphill by rounding."""
+    u = rule.apply(x)
+    return u if rule.descends else descending(x.direction, u, x.count)
 
 
 class Preconditioner:
@@ -39,6 +46,8 @@ class Preconditioner:
         self.moments = Moments(self.stacks)
         self._kinds: dict[Hashable, int] = {}
         self._fixed: tuple[object, dict[str, Hashable]] = None, {}
+        backend = statistics.options.compile
+        self._compiled = Compiled(backend, update_of) if backend else None
 
     def __call__(
         self,
@@ -52,12 +61,23 @@ class Preconditioner:
         for group in self._groups([b for b in blocks if b.name not in updates]):
             shares = {b.name: float(b.spec.elements) for b in group}
             with self.statistics.meter("precondition", shares):
-                v, rule = _joined(group, directions), group[0].rule
-                u = rule.apply(self._seen(group, v, directions, gradients))
-                u = u if rule.descends else descending(v, u, len(group))
+                v = _joined(group, directions)
+                u = self._update(group, self._seen(group, v, directions, gradients))
             parts = [u] if len(group) == 1 else u.split(len(u) // len(group))
             updates.update(zip(shares, parts, strict=True))
         return updates
+
+    def _update(self, group: "list[Block]", x: Matrices) -> Tensor:
+        """Compiled, if that is asked for and no other rank has a part of a mean."""
+        rule = group[0].rule
+        if not self._compiled or x.mean is not mean_of_entries:
+            return update_of(rule, x)
+        shape, aged = rule.moment_shape(group[0].shape), None
+        if shape is not None:
+            whole = x.gradient.new_empty(len(group) * shape[0], *shape[1:])
+            square, steps = self.moments.aged([b.name for b in group], whole)
+            aged = Aged(square=square, steps=steps)
+        return self._compiled(rule, x, aged)
 
     def _groups(self, blocks: "Sequence[Block]") -> "list[list[Block]]":
         """Blocks that one product can do together."""
