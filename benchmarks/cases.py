@@ -135,6 +135,15 @@ CASES: dict[str, Case] = {
         slow=True,
         seconds={2: 60.0},
     ),
+    "resnet50-32": Case(
+        label="ResNet-50 at 224, the papers' batch of a rank",
+        make=models.resnet50,
+        batch=32,
+        shape=(3, 224, 224),
+        classes=1000,
+        slow=True,
+        seconds={2: 420.0},
+    ),
 }
 
 QUICK_CASES: dict[str, Case] = {

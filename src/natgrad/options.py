@@ -139,6 +139,9 @@ class Options:
         profile: the machine for ``"auto"``: a `natgrad.plan.HardwareProfile` or its
             file. None: the file that ``$NATGRAD_PROFILE`` names, that which ``natgrad
             calibrate`` wrote, or else built-in numbers.
+        compile: run what rules do to directions through `torch.compile`, with this
+            backend of its, such as ``"inductor"``, which takes a while in the
+            first steps. None: as they are written.
         comm: buckets, precision and overlap of communication.
         group: a process group; the default one if None.
     """
@@ -172,6 +175,7 @@ class Options:
     strategy: str | Strategy = FIRST_STRATEGY
     placement: str = FIRST_PLACEMENT
     profile: Profile | None = None
+    compile: str | None = None
     comm: CommOptions = field(default_factory=CommOptions)
     group: Any = None
 
@@ -198,6 +202,8 @@ class Options:
             require_count("largest_factor", self.largest_factor, also=", or None")
         if self.matrices is not None:
             require_count("matrices", self.matrices, also=", or None")
+        if self.compile is not None:
+            _require_backend(self.compile)
         if isinstance(self.skip, str) or not isinstance(self.skip, Collection):
             raise TypeError(
                 f"Invalid skip={self.skip!r}. Must be a collection of layer names."
@@ -299,6 +305,12 @@ class Options:
             refresh=self.refresh,
             matrices=self.matrices,
         )
+
+
+def _require_backend(name: Any) -> None:
+    legal = [str(x) for x in torch.compiler.list_backends(exclude_tags=())]
+    if name not in legal:
+        raise ValueError(f"Invalid compile={name!r}. Must be None or in {legal}.")
 
 
 def _of_another_kind(name: str, value: Any, kind: type) -> str:

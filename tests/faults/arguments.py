@@ -69,12 +69,14 @@ LEGAL: dict[str, list[Any]] = {
     "placement": [*PLACEMENTS, "measured"],
     "skip": [(), ("0",), ["1"], ("0", "1")],
     "factor_precision": [None, torch.bfloat16, torch.float16],
+    "compile": [None],  # compilers are tried in tests of their own
     "gather_inputs": [True, False],
     "matrices": [None, 1],
 }
 ILLEGAL: dict[str, list[Any]] = {
     "skip": ["0", ("nowhere",), 3, None],
     "factor_precision": [torch.float32, torch.int8, "half"],
+    "compile": ["other", True, 1],
     "gather_inputs": [],
     "matrices": [0, -1, 2.5, "3"],
 }

@@ -109,7 +109,7 @@ def _load_one(
 
     average, saved = entry["average"], entry["inverse"]
     inverse = None if saved is None else tuple(move(x) for x in saved)
-    if inverse is not None and has_dense(entry):
+    if spec.packing and inverse is not None and has_dense(entry):
         inverse = kept(inverse, spec)
     return StatisticState(
         spec=spec,

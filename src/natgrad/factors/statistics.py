@@ -19,12 +19,7 @@ from torch import Tensor
 
 from natgrad.factors.averages import Averages, Refreshed, damping_at
 from natgrad.factors.refresh import Timing
-from natgrad.factors.state import (
-    StatisticState,
-    pack,
-    triangle,
-    unpack,
-)
+from natgrad.factors.state import StatisticState, pack, triangle, unpack
 from natgrad.math.inverse import (
     Inverse,
     InverseError,

@@ -41,6 +41,17 @@ def mean_of_entries(x: Tensor) -> Tensor:
     return x.mean((1, 2), keepdim=True)
 
 
+def mean_of_squares(
+    square: Tensor, x: Tensor, beta2: float, steps: int | Tensor
+) -> Tensor:
+    """Add the squares of x to a running average of so many; returns it without bias.
+
+    ``square`` is written to; ``steps`` count x.
+    """
+    square.mul_(beta2).addcmul_(x, x, value=1 - beta2)
+    return square / (1 - beta2**steps)
+
+
 def adaptive_scale(
     rotated: Tensor, square: Tensor, damping: float, mean: Tensor | None = None
 ) -> Tensor:

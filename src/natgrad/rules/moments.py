@@ -55,21 +55,6 @@ class Moments:
         self.states: dict[str, Moment] = {}
         self._stacks = stacks
 
-    def steps(self, name: str) -> int:
-        """How many gradients a block's moment is made of."""
-        return self.states[name].steps if name in self.states else 0
-
-    def update(self, names: Sequence[str], gradients: Tensor, beta2: float) -> Tensor:
-        """Add the gradients of blocks in their bases; returns averages without bias.
-
-        ``gradients`` ``(k s, m, n)`` are of blocks whose moments are of as many steps.
-        """
-        square = self._joined(names, gradients)
-        square.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
-        for name in names:
-            self.states[name].steps += 1
-        return square / (1 - beta2 ** self.steps(names[0]))
-
     def average(
         self,
         names: Sequence[str],
@@ -103,18 +88,6 @@ class Moments:
         """Forget the averages of blocks that are in other bases now."""
         for state in (self.states[n] for n in names if n in self.states):
             state.mean = None
-
-    def _joined(self, names: Sequence[str], gradients: Tensor) -> Tensor:
-        size = len(gradients) // len(names)
-        for name in names:
-            if name not in self.states:
-                square = torch.zeros_like(gradients[:size])
-                self.states[name] = Moment(square=square)
-        parts = [(self.states[name].square,) for name in names]
-        (square,), views = self._stacks.joined(names, parts)
-        for name, (view,) in zip(names, views, strict=True):
-            self.states[name].square = view
-        return square
 
     def forget(self, names: Iterable[str]) -> None:
         """Begin the moments of some blocks again."""

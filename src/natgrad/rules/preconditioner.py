@@ -12,10 +12,11 @@ from torch import Tensor
 from natgrad.math.inverse import Inverse
 from natgrad.math.packing import flatten, pack_upper, unpack, unpack_upper
 from natgrad.math.precondition import descending
-from natgrad.math.rules import mean_of_entries
+from natgrad.math.rules import mean_of_entries, mean_of_squares
+from natgrad.rules.compiled import Aged, Compiled
 from natgrad.rules.fallbacks import Plain
-from natgrad.rules.moments import Bases, Moments, is_replaced, moved
-from natgrad.rules.rule import Matrices, projected
+from natgrad.rules.moments import Bases, Moment, Moments, is_replaced, moved
+from natgrad.rules.rule import Matrices, Rule, projected
 
 if TYPE_CHECKING:
     from natgrad.factors.state import StatisticState
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 # Blocks of equal shape are done by one product up to this many elements each; larger
 # ones keep a device busy by themselves, and joining their gradients takes memory.
 TOGETHER_UP_TO = 2**18
+
+
+def update_of(rule: Rule, x: Matrices) -> Tensor:
+    """The updates ``(k s, m, n)`` of k matrices, none of them uphill by rounding."""
+    u = rule.apply(x)
+    return u if rule.descends else descending(x.direction, u, x.count)
 
 
 class Preconditioner:
@@ -42,6 +49,8 @@ class Preconditioner:
         self.moments = Moments(self.stacks)
         self._kinds: dict[Hashable, int] = {}
         self._fixed: tuple[object, dict[str, Hashable]] = None, {}
+        backend = statistics.options.compile
+        self._compiled = Compiled(backend, update_of) if backend else None
 
     def __call__(
         self,
@@ -56,12 +65,26 @@ class Preconditioner:
         for group in self.groups([b for b in blocks if b.name not in updates]):
             shares = {b.name: float(b.spec.elements) for b in group}
             with self.statistics.meter("precondition", shares):
-                v, rule = join(group, directions), group[0].rule
-                u = rule.apply(self._seen(group, v, directions, gradients, newest))
-                u = u if rule.descends else descending(v, u, len(group))
+                v = join(group, directions)
+                seen = self._seen(group, v, directions, gradients, newest)
+                u = self._update(group, seen)
             parts = [u] if len(group) == 1 else u.split(len(u) // len(group))
             updates.update(zip(shares, parts, strict=True))
         return updates
+
+    def _update(self, group: "list[Block]", x: Matrices) -> Tensor:
+        """Compiled, if that is asked for and no other rank has a part of a mean."""
+        rule = group[0].rule
+        if not self._compiled or x.mean is not mean_of_entries:
+            return update_of(rule, x)
+        names = [b.name for b in group]
+        self.moments.outdate(names)  # a graph projects the direction itself
+        shape, aged = rule.moment_shape(group[0].shape), None
+        if shape is not None:
+            whole = x.gradient.new_empty(len(group) * shape[0], *shape[1:])
+            square, steps = self._aged(names, whole)
+            aged = Aged(square=square, steps=steps)
+        return self._compiled(rule, x, aged)
 
     def groups(self, blocks: "Sequence[Block]") -> "list[list[Block]]":
         """Blocks that one product can do together."""
@@ -81,7 +104,8 @@ class Preconditioner:
         states = self.statistics.states
         missing = [states[s.name].inverse is None for s in block.spec.statistics]
         # All moments of a group have the same bias.
-        steps = self.moments.steps(block.name) if block.rule.adapts else 0
+        moment = self.moments.states.get(block.name) if block.rule.adapts else None
+        steps = 0 if moment is None else moment.steps
         return known[block.name], steps, *missing
 
     def _always_alike(self, block: "Block") -> Hashable:
@@ -117,12 +141,36 @@ class Preconditioner:
             known=known,
             damping=self.statistics.damping_of(group[0]),
             curvature=self._curvature(group) if rule.corrects else None,
-            moment=partial(self.moments.update, names),
+            moment=partial(self._moment, names),
             average=partial(self.moments.average, names, newest)
             if rule.projects
             else projected,
             mean=self._mean(group[0]),
         )
+
+    def _moment(self, names: Sequence[str], x: Tensor, beta2: float) -> Tensor:
+        """Add the squares of x, of blocks, to their moments. See `Matrices.moment`.
+
+        x ``(k s, ...)`` is of blocks whose moments are of as many steps.
+        """
+        square, steps = self._aged(names, x)
+        return mean_of_squares(square, x, beta2, steps)
+
+    def _aged(self, names: Sequence[str], like: Tensor) -> tuple[Tensor, int]:
+        """Moments that are to get one more gradient, joined, and of how many then.
+
+        ``like`` is what they are moments of.
+        """
+        size, known = len(like) // len(names), self.moments.states
+        for name in names:
+            if name not in known:
+                known[name] = Moment(square=torch.zeros_like(like[:size]))
+        states = [known[name] for name in names]
+        (square,), views = self.stacks.joined(names, [(s.square,) for s in states])
+        for state, (view,) in zip(states, views, strict=True):
+            state.square = view
+            state.steps += 1
+        return square, states[0].steps
 
     def _mean(self, block: "Block") -> Callable[[Tensor], Tensor]:
         """Over all entries: of a block that is cut, those of all ranks."""
