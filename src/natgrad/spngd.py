@@ -24,6 +24,7 @@ from natgrad.engine.step import Directions, Updates
 from natgrad.engine.users import Inspectable
 from natgrad.factors.refresh import Adaptive, Every, Paced, Refresh
 from natgrad.layers import Block
+from natgrad.layers.matrices import fold_all, unfold_all
 from natgrad.layers.registration import require_inside
 from natgrad.layers.unwrap import unwrap
 from natgrad.math import foreach
@@ -223,15 +224,15 @@ class SPNGD(Inspectable, Optimizer):
             found = average.directions(self.state, params, grads, m)
             averages |= {id(p): x for p, x in zip(params, found, strict=True)}
             left |= dict.fromkeys(map(id, params), average.noise(m))
-        directions = dict(gradients)
-        for name in averaged:
-            block = self.engine.block[name]
-            if not block.is_foreign:
-                means = [averages[id(p)] for p in block.parameters]
-                directions[name] = block.fold(means)
-                noise[name] = left[id(block.parameters[0])]
-                if block.rule.projects:
-                    newest[name] = self._newest(block)
+        ours = [self.engine.block[name] for name in averaged]
+        ours = [block for block in ours if not block.is_foreign]
+        means = [[averages[id(p)] for p in block.parameters] for block in ours]
+        folded = zip([b.name for b in ours], fold_all(ours, means), strict=True)
+        directions = gradients | dict(folded)
+        for block in ours:
+            noise[block.name] = left[id(block.parameters[0])]
+            if block.rule.projects:
+                newest[block.name] = self._newest(block)
         return Directions(
             directions=directions, gradients=gradients, noise=noise, newest=newest
         )
@@ -324,7 +325,9 @@ class SPNGD(Inspectable, Optimizer):
 
     def _unfolded(self, stacks: dict[str, Tensor]) -> dict[str, list[Tensor]]:
         """Stacks ``(s, m, n)`` by block as tensors by parameter."""
-        return {name: self.engine.block[name].unfold(x) for name, x in stacks.items()}
+        blocks = [self.engine.block[name] for name in stacks]
+        found = unfold_all(blocks, [*stacks.values()])
+        return dict(zip(stacks, found, strict=True))
 
     def _move(self, updates: dict[str, list[Tensor]]) -> None:
         """eq. 23 and 24 for what this rank has of its blocks, a group at a time."""

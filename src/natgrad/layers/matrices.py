@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.layers.block import LayerKind, Layout, Observed, setting
+from natgrad.layers.block import Block, LayerKind, Layout, Observed, setting
 from natgrad.layers.options import LayerOptions
 from natgrad.math.conv.moments import (
     ConvGeometry,
@@ -27,6 +27,40 @@ from natgrad.math.examples import (
 )
 from natgrad.math.shards import first, is_shard, local, width
 from natgrad.math.statistics import gram, input_moment, widen
+
+
+def fold_all(blocks: Sequence[Block], tensors: Sequence[list[Tensor]]) -> list[Tensor]:
+    """`Block.fold` for each. Vectors without a layer become parts of one tensor: a
+    network has two for each normalisation."""
+    alone = [i for i, b in enumerate(blocks) if _is_vector(b, *tensors[i])]
+    if len({(tensors[i][0].dtype, tensors[i][0].device) for i in alone}) != 1:
+        alone = []
+    found = dict[int, Tensor]()
+    if alone:
+        xs = [tensors[i][0] for i in alone]
+        whole = widen(torch.cat(xs)).view(1, 1, -1)
+        found |= zip(alone, whole.split([len(x) for x in xs], dim=2), strict=True)
+    pairs = enumerate(zip(blocks, tensors, strict=True))
+    return [found[i] if i in found else b.fold(x) for i, (b, x) in pairs]
+
+
+def unfold_all(blocks: Sequence[Block], stacks: Sequence[Tensor]) -> list[list[Tensor]]:
+    """`Block.unfold` for each, of vectors as in `fold_all`."""
+    alone = [i for i, b in enumerate(blocks) if _is_vector(b, *b.parameters)]
+    if len({(stacks[i].dtype, stacks[i].device) for i in alone}) != 1:
+        alone = []
+    found = dict[int, Tensor]()
+    if alone:
+        xs = [stacks[i] for i in alone]
+        whole = torch.cat(xs, dim=2).view(-1)
+        found |= zip(alone, whole.split([x.numel() for x in xs]), strict=True)
+    pairs = enumerate(zip(blocks, stacks, strict=True))
+    return [[found[i]] if i in found else b.unfold(x) for i, (b, x) in pairs]
+
+
+def _is_vector(block: Block, x: Tensor, *_: Tensor) -> bool:
+    plain = block.kind is None and not block.is_foreign
+    return plain and x.dim() == 1 and not (x.is_sparse or is_shard(x))
 
 
 class Kronecker(LayerKind):

@@ -49,12 +49,14 @@ def unpack(flat: Tensor, stack: int, size: int, out: Tensor | None = None) -> Te
             f"Invalid flat.shape={tuple(flat.shape)}. Must be {expected} for "
             f"stack={stack}, size={size}."
         )
-    x = _destination(out, (stack, size, size), flat)
     if size <= SMALL:
-        index = _square_index(size, flat.device)
-        rows = flat.reshape(stack, -1)
+        index, rows = _square_index(size, flat.device), flat.reshape(stack, -1)
+        if out is None:
+            return torch.index_select(rows, 1, index).view(stack, size, size)
+        x = _destination(out, (stack, size, size), flat)
         torch.index_select(rows, 1, index, out=x.view(stack, -1))
         return x
+    x = _destination(out, (stack, size, size), flat)
     return mirror_(x.masked_scatter_(_upper_mask(size, flat.device), flat))
 
 

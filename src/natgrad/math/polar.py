@@ -90,7 +90,7 @@ def _rational(now: tuple[Tensor, Tensor], gram: Tensor) -> Tensor:
     eps, so the second iteration makes its own, of what the first has raised.
     """
     y, (c, (p, q)) = now[0], FIRST
-    eye = torch.eye(y.shape[-2], dtype=y.dtype, device=y.device).expand_as(gram)
+    eye = _eye(y.shape[-2], y.dtype, y.device).expand_as(gram)
     z = positive_inverse(torch.add(eye, gram, alpha=c, out=gram))
     y = torch.baddbmm(y, z, y, beta=p, alpha=q)
     c, (w0, w1, w2, w3) = SECOND
@@ -99,6 +99,11 @@ def _rational(now: tuple[Tensor, Tensor], gram: Tensor) -> Tensor:
     inner = symmetric_product(z, z, z, beta=w2, alpha=w3, out=gram)
     inner = symmetric_product(inner, z, z, beta=w1)
     return torch.baddbmm(y, inner, y, beta=w0)
+
+
+@lru_cache(maxsize=64)
+def _eye(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(size, dtype=dtype, device=device)
 
 
 def _through(

@@ -18,6 +18,8 @@ from natgrad.math.products import triangular_product
 # A weight counts as if its rows had at least this norm in the root mean square, so that
 # one that is zero moves.
 LEAST_ROW = 0.1
+# Of a row that is zero, so that neither its square nor a factor is zero.
+LEAST_NORM = 1e-15
 # A direction counts as small below this part of what noise alone would leave in it.
 QUIET = 0.5
 
@@ -67,17 +69,21 @@ def adaptive_scale(
     return torch.div(rotated, root, out=root)
 
 
+def row_norms(x: Tensor) -> Tensor:
+    """``(s, m, 1)`` of a stack ``(s, m, n)``, with no zeros, whose squares are none."""
+    return torch.linalg.vector_norm(x, dim=2, keepdim=True).clamp_min_(LEAST_NORM)
+
+
 def evening(rows: Tensor, square: Tensor) -> Tensor:
     """Factors of rows: one over the root of S, at the norm that the matrix had.
 
-    ``rows`` are the root mean squares of the rows of a stack of matrices and S their
-    second moment, both ``(s, m, 1)``. A row that never was anything stays zero.
+    ``rows`` are the norms of the rows of a stack of matrices and S their second moment,
+    both ``(s, m, 1)`` and above zero.
     """
-    least = torch.finfo(rows.dtype).tiny
-    factors = square.clamp_min(least).rsqrt_()
+    factors = square.rsqrt()
     even = torch.linalg.vector_norm(rows * factors, dim=1, keepdim=True)
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return factors.mul_(norms.div_(even.clamp_min_(least)))
+    return factors.mul_(norms.div_(even))
 
 
 def corrected_scale(

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from natgrad.math.packing import Packing
 from natgrad.math.polar import MUON, Quintics, newton_schulz, polar
-from natgrad.math.rules import between, evening, whiten, whiten_back
+from natgrad.math.rules import between, evening, row_norms, whiten, whiten_back
 from natgrad.requiring import require_number
 from natgrad.rules.rule import Form, Matrices, Rule, Sides, Source, Style
 from natgrad.rules.rule import require_choices as require
@@ -111,7 +110,7 @@ class Orthogonal(Rule):
         """``P / sqrt(S)`` at the norm of P, with S the second moment of its rows."""
         if self.beta2 is None:
             return p
-        rows = torch.linalg.vector_norm(p, dim=2, keepdim=True) / p.shape[2] ** 0.5
+        rows = row_norms(p)
         return p * evening(rows, x.moment(rows, self.beta2))
 
 
