@@ -59,7 +59,8 @@ def unpack_upper(flat: Tensor, size: int) -> Tensor:
     if size > SMALL:
         return x.masked_scatter_(_upper_mask(size, flat.device), flat)
     index = _upper_index(size, flat.device).long()
-    x.view(len(flat), -1).scatter_(1, index.expand(len(flat), -1), flat)
+    for matrix, upper in zip(x.view(len(flat), -1), flat, strict=True):
+        matrix.scatter_(0, index, upper)  # of one dim twice as fast as of two
     return x
 
 
