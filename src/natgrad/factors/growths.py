@@ -32,8 +32,9 @@ from natgrad.plan import StatisticSpec
 from natgrad.rules.lengths import vector
 from natgrad.rules.preconditioner import Preconditioner, join
 
-# So many elements of averages of equal shape are unpacked at a time.
-TOGETHER_UP_TO = 2**21
+# So many elements of averages of equal shape are unpacked at a time: more take memory,
+# and no less time.
+TOGETHER_UP_TO = 2**18
 
 
 def growths(

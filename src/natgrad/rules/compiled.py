@@ -76,7 +76,9 @@ class Compiled:
         try:
             # as functions: what is written to a part of a tensor is not compiled
             pure = torch.func.functionalize(run)
-            recorded = make_fx(pure, tracing_mode="fake")(*tensors)
+            recorded = make_fx(pure, tracing_mode="fake", _allow_non_fake_inputs=True)(
+                *tensors
+            )
             how: dict[str, Any] = {"backend": self.backend, "dynamic": False}
             graph = cast(Any, torch.compile(recorded, fullgraph=True, **how))
             # now, also in a step that estimates, when a model is not compiled

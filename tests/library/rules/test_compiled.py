@@ -47,6 +47,8 @@ def trained(
         model(x).square().mean().backward()
         optimizer.step()
         look(step)
+    # averages in bases, which a graph makes again in each step instead
+    optimizer.engine.preconditioner.moments.outdate(optimizer.engine.block)
     return snapshot(model, optimizer)
 
 
