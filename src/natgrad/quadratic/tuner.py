@@ -64,7 +64,7 @@ class Tuner:
         self._options, self._damping = options, damping
         self.finds_lr = options.lr == AUTO
         self.finds_momentum = options.momentum == AUTO
-        self._replay = Replay(model, capture.ignoring)
+        self._replay = Replay(model, capture.ignoring, options.batch_part)
         self.ratio = math.nan
         self.lr = self.momentum = math.nan
         self.trust = 1.0
