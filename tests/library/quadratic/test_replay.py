@@ -16,7 +16,10 @@ import natgrad
 from natgrad.math.outputs import hessian_of_loss, sampled_gradients
 from natgrad.math.quadratic import (
     adapted,
+    expected_fall,
     followed,
+    followed_fall,
+    is_straight,
     minimiser,
     paced,
     reduction_ratio,
@@ -292,6 +295,51 @@ def test_a_step_that_is_bad_for_the_next_batch_is_taken_back() -> None:
     assert optimizer.health()["damping"] > 1e-8
 
 
+def test_what_batches_differ_by_does_not_raise_damping() -> None:
+    """Two that pull apart, with steps so short that nothing bends."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    auto = natgrad.AutoDamping(initial=1e6)
+    options = dataclasses.replace(natgrad.SPNGD.auto, damping=auto)
+    optimizer = natgrad.SPNGD(model, options=options)
+    seen = [(0.0, 1e6)]
+    for y in (1.0, -3.0):
+
+        def closure(y: float = y) -> Any:
+            outputs = model(torch.ones(1, 1))
+            return outputs, (outputs - y).square().mean()
+
+        optimizer.step(closure)
+        seen.append((model.weight.item(), optimizer.health()["damping"]))
+    (_, first), (up, second), (down, third) = seen
+    assert up > 0
+    # three times as far, with less damping: from the start, the first being undone
+    assert down == pytest.approx(-3 * up * first / second, rel=1e-3)
+    assert third < second < first
+
+
+def test_a_step_that_promises_unusually_much_is_compared_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("natgrad.quadratic.tuner.GROWN", math.inf)  # nothing else is
+    model = nn.Linear(2, 2)
+    nn.init.zeros_(model.weight)
+    x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+    auto = dataclasses.replace(natgrad.SPNGD.auto, hessian="gaussian_log")
+    optimizer, damping = natgrad.SPNGD(model, options=auto), list[float]()
+    for i in range(8):
+
+        def closure(target: float = 30.0 if i == 7 else 0.1) -> Any:
+            mean, log = model(x).chunk(2, 1)
+            squares = (target - mean).square() * (-log).exp()
+            return (mean, log), (log + squares).mean() / 2
+
+        optimizer.step(closure)
+        damping.append(optimizer.health()["damping"])
+    assert damping[5] == damping[6] < damping[7]  # only every fifth is due
+    assert optimizer.health()["ratio"] < 0.25
+
+
 def test_a_step_that_made_the_loss_grow_is_taken_back() -> None:
     """The first steps in the logarithm of the variance are far too long."""
     model = nn.Linear(2, 2)
@@ -345,6 +393,19 @@ def test_a_step_needs_a_closure_that_returns_a_pair() -> None:
         natgrad.KFAC(model, torch.optim.SGD(model.parameters()), options=optimizer.auto)
     with pytest.raises(ValueError, match="runs its closure once"):
         natgrad.KFAC(model, damping="auto", length=natgrad.Free())
+
+
+def test_falls_that_are_expected_and_growths_that_are_linear() -> None:
+    assert expected_fall(-2.0, 0.25) == 0.5
+    assert expected_fall(-2.0, 1.5) == expected_fall(-2.0, math.nan) == 2.0
+    assert expected_fall(-2.0, -1.0) == 0.0
+    assert followed_fall(1.0, 3.0) == (pytest.approx(1.2), False)
+    assert followed_fall(1.0, 5.0) == (pytest.approx(1.4), True)
+    assert is_straight(1.0, 1.2)
+    assert is_straight(1.0, 0.8)
+    assert not is_straight(1.0, 2.0)  # of a parabola from its bottom
+    assert not is_straight(1.0, 0.1)
+    assert not is_straight(math.inf, math.nan)
 
 
 def test_rates_follow_a_batch_by_trust() -> None:
