@@ -296,6 +296,24 @@ def test_resuming_is_exact() -> None:
     assert optimizer.health() == resumed.health()
 
 
+def test_what_is_found_is_in_health_and_in_diagnostics() -> None:
+    model, part, _ = case("squared error")
+    optimizer = spngd(model)
+    optimizer.watch(every=1)
+    for _ in range(2):
+        optimizer.step(closure_of(model, part))
+        found = optimizer.health()
+        numbers = {n: found[n] for n in ("damping", "ratio", *RATES)}
+        assert numbers.items() <= optimizer.diagnostics().items()
+    host = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer.close()
+    kfac = natgrad.KFAC(model, host, damping="auto")
+    kfac.watch(every=1)
+    host.step(closure_of(model, part))
+    assert kfac.diagnostics()["lr"] == 0.05
+    assert kfac.diagnostics()["damping"] > 0
+
+
 def test_a_scheduler_multiplies_what_is_found() -> None:
     found: list[float] = []
     for gamma in (1.0, 0.5):
