@@ -101,6 +101,8 @@ class Options:
             mean and a variance, or ``"gaussian_log"``, a mean and the logarithm of a
             variance; or a function of outputs and tangents (two lists) that returns
             what the Hessian makes of the tangents.
+        batch_part: the part of each batch, in (0, 1], whose first examples stand for
+            all in products with the Gauss-Newton matrix, for what is ``"auto"``.
         loss: what the loss does over its terms: ``"mean"`` over examples, ``"sum"``
             over examples, or ``"tokens"``: mean over examples and positions.
         accumulation: whether the loss of each of k micro-batches is divided by k
@@ -160,6 +162,7 @@ class Options:
     factor_precision: torch.dtype | None = None
     fisher: Fisher = "empirical"
     hessian: Hessian = "loss"
+    batch_part: float = 1.0
     loss: Loss = "mean"
     accumulation: Accumulation = "mean"
     sharing: Sharing = "expand"
@@ -221,6 +224,8 @@ class Options:
             require_number("damping", self.damping, "a finite number >= 0", low=0.0)
         name, value = "factor_decay", self.factor_decay
         require_number(name, value, "in [0, 1]", low=0.0, high=1.0)
+        legal = "in (0, 1]"
+        require_number("batch_part", self.batch_part, legal, above=0.0, high=1.0)
         name, value = "norm_damping_ratio", self.norm_damping_ratio
         require_number(name, value, "a number > 0", above=0.0)
 

@@ -124,7 +124,8 @@ class SPNGD(Inspectable, Optimizer):
             strategy=strategy,
         )
         if chosen.lr is None:
-            raise TypeError(f"{type(self).__name__} needs a learning rate: lr=...")
+            name = type(self).__name__
+            raise TypeError(f"Invalid lr=None: {name} needs a learning rate: lr=...")
         plain, _ = unwrap(model)
         names = "lr", "momentum", "weight_decay"
         rates = {name: before_first(name, getattr(chosen, name)) for name in names}

@@ -47,6 +47,7 @@ NUMBERS: dict[str, tuple[Callable[[random.Random], Any], list[Any]]] = {
     "positive": (lambda r: 10 ** r.uniform(-6, 3), [0, -1, -0.5, None, *ODD]),
     "least": (lambda r: r.choice([0, 10 ** r.uniform(-6, 3)]), [-1, -0.5, None, *ODD]),
     "share": (lambda r: r.choice([0, 1, r.random()]), [1.5, -0.1, None, *ODD]),
+    "above zero": (lambda r: 1 - r.random(), [0, 1.5, -0.1, None, *ODD]),
     "count": (lambda r: r.randint(1, 20), [0, -1, 2.5, 1.0, "3", None, *ODD]),
     "count or None": (
         lambda r: r.choice([None, r.randint(1, 20)]),
@@ -60,6 +61,7 @@ OPTIONS = {
     "momentum": "fraction",
     "weight_decay": "least",
     "norm_damping_ratio": "positive",
+    "batch_part": "above zero",
     "subsample": "count or None",
     "largest_factor": "count or None",
 }

@@ -45,10 +45,20 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Dense:
-    """Loss, gradient and Gauss-Newton matrix at any weights, as functions of them."""
+    """Loss, gradient and Gauss-Newton matrix at any weights, as functions of them.
 
-    def __init__(self, model: nn.Module, parts: Sequence[Part], decay: float) -> None:
+    The matrix has the first ``kept`` of each part's examples, at the size of all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[Part],
+        decay: float,
+        kept: int | None = None,
+    ) -> None:
         self.model, self.parts, self.decay = model, parts, decay
+        self.kept = kept
         self.names = [n for n, _ in model.named_parameters()]
         self.shapes = [p.shape for p in model.parameters()]
 
@@ -72,12 +82,20 @@ class Dense:
         theta = theta.clone().requires_grad_()
         return torch.autograd.grad(self.objective(theta), theta)[0]
 
+    def _weighed(self, output: Tensor) -> Tensor:
+        weight = torch.zeros_like(output)
+        assert self.kept is not None
+        weight[: self.kept] = math.sqrt(len(output) / self.kept)
+        return weight
+
     def matrix(self, theta: Tensor) -> Tensor:
         """``J^T H J`` and decay."""
         total = self.decay * torch.eye(len(theta), dtype=theta.dtype)
         for part in self.parts:
             j = jacrev(lambda t, p=part: flat(self._outputs(t, p)))(theta)
             outputs = self._outputs(theta, part)
+            if self.kept is not None:
+                j = flat([self._weighed(x) for x in outputs]).unsqueeze(1) * j
             sizes, shapes = [x.numel() for x in outputs], [x.shape for x in outputs]
 
             def of_vector(v: Tensor, p: Part, sizes: Any, shapes: Any) -> Tensor:

@@ -44,7 +44,7 @@ class Probe:
     Args:
         statistics: what to look at.
         every: steps between looks; the first step is looked at.
-        rate: gives the learning rate.
+        rates: gives the learning rate, and what is found beside it.
         sink: called with each record on rank 0.
     """
 
@@ -52,14 +52,14 @@ class Probe:
         self,
         statistics: "Statistics",
         every: int,
-        rate: Callable[[], float],
+        rates: Callable[[], dict[str, float]],
         sink: Sink | None = None,
     ) -> None:
         self.statistics = statistics
         self.every = every
         self.sink = sink
         self.record: Record = {}
-        self._rate = rate
+        self._rates = rates
         meter = statistics.meter
         self._reader, self._since = Reader(meter), meter.clock()
         self._last = statistics.step - 1
@@ -192,7 +192,7 @@ class Probe:
             "step": all_of.step,
             "steps": steps,
             "world": world,
-            "lr": self._rate(),
+            **self._rates(),
             "seconds": seconds,
             "traffic": dict(zip(EXCHANGES, sent, strict=True)),
             "kl": sum(b["kl"] for b in blocks.values() if math.isfinite(b["kl"])),
@@ -279,7 +279,7 @@ class Probe:
             "gradient_norm": gradient,
             "norm_ratio": update / gradient if gradient else math.nan,
             "angle": float(spectrum.angle(*norms)) if gradient else math.nan,
-            "kl": self._rate() ** 2 * abs(product),
+            "kl": self._rates()["lr"] ** 2 * abs(product),
             "motion": moved,
         }
 

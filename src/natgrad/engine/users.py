@@ -93,14 +93,17 @@ class Inspectable:
                 "watch needs the whole weight on some rank. Must be for a model that "
                 "is not sharded; report(), health() and traffic() work."
             )
-        self.engine.probe = Probe(self.engine.statistics, every, self._rate, sink)
+        self.engine.probe = Probe(self.engine.statistics, every, self._shown, sink)
 
-    def _rate(self) -> float:
-        """The learning rate, as the KL clip sees it; NaN if nothing has one."""
-        optimizer: Any = getattr(self, "optimizer", self)
-        if not isinstance(optimizer, Optimizer):
-            return math.nan
-        return max(float(group["lr"]) for group in optimizer.param_groups)
+    def _shown(self) -> dict[str, float]:
+        """What is found, and the learning rate, as the KL clip sees it.
+
+        NaN if nothing has one.
+        """
+        tuner, optimizer = self.engine.tuner, getattr(self, "optimizer", self)
+        found = {} if tuner is None else tuner.health()
+        groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+        return {**found, "lr": max((float(g["lr"]) for g in groups), default=math.nan)}
 
     def diagnostics(self) -> dict[str, Any]:
         """The last look at every block and statistic, equal on all ranks. See `watch`.
@@ -112,8 +115,8 @@ class Inspectable:
         ``angle`` (degrees) between gradient and preconditioned gradient; ``kl``, lr^2
         times their product; ``motion``, the relative change of its weights since the
         last look; ``seconds`` and ``bytes`` with their shares. ``statistics`` has the
-        same for each factor. None is what is not known yet. Empty before the first
-        look.
+        same for each factor. With something ``"auto"`` there are also what `health` has
+        of it. None is what is not known yet. Empty before the first look.
         """
         if self.engine.probe is None:
             raise RuntimeError(
@@ -129,7 +132,8 @@ class Inspectable:
         how many times; of a sharded model, those that the last look found, which is
         taken every 100 steps. This reads from the device. With something ``"auto"``
         there are also ``damping``, the last ``ratio`` of true to predicted reduction,
-        and the ``lr`` and ``momentum`` found last; NaN is what was not found yet.
+        and the ``lr``, ``momentum`` and ``trust`` found last; NaN is what was not found
+        yet.
         """
         engine, states = self.engine, self.engine.statistics.states.values()
         return {

@@ -27,6 +27,14 @@ LEARNT = 0.1
 """How fast trust follows, in its logarithm."""
 LEAST = 1e-3
 """Trust is at least this."""
+POOR = 0.25
+"""A reduction ratio below this raises damping."""
+STRAIGHT = 0.25
+"""Relative: how far a growth may be from its slope times the step, to be linear."""
+UNUSUAL = 4.0
+"""Times the usual predicted fall, from which on a step is compared at once."""
+NEWEST = 0.1
+"""Weight of the newest predicted fall in the usual one."""
 PARALLEL = 1e-10
 """Two directions whose cosine in the metric C is this close to 1 are one."""
 
@@ -112,6 +120,30 @@ def reduction_ratio(
     return (after - before) / predicted
 
 
+def expected_fall(predicted: float, ratio: float) -> float:
+    """What a step is expected to gain, as models are as good as the last ratio."""
+    part = min(max(ratio, 0.0), 1.0) if math.isfinite(ratio) else 1.0
+    return part * abs(predicted)
+
+
+def followed_fall(usual: float, predicted: float) -> tuple[float, bool]:
+    """The running average of predicted falls, and whether this one is unusual.
+
+    A few hard examples after many easy ones promise much, with a curvature that was
+    estimated where there was none left.
+    """
+    return usual + NEWEST * (predicted - usual), predicted > UNUSUAL * usual
+
+
+def is_straight(growth: float, slope: float) -> bool:
+    """Whether an objective that grew along a step did so in proportion to its length.
+
+    ``slope`` is that along the step, at its end. If so the step was as bad at its
+    beginning: the gradients of two batches point apart, whatever the curvature.
+    """
+    return abs(slope - growth) <= STRAIGHT * growth
+
+
 def adapted(
     damping: float, ratio: float, factor: float, streak: int = 0, trust: float = 1.0
 ) -> tuple[float, int]:
@@ -126,7 +158,7 @@ def adapted(
     if ratio > 0.75 and trust >= DOUBTED:
         streak = min(streak + 1, FASTEST)
         return damping * factor ** max(streak, 1), streak
-    if ratio < 0.25:
+    if ratio < POOR:
         return damping / factor ** (WORSE if ratio < 0 else 1), -FASTEST
     return damping, min(streak, 0)
 

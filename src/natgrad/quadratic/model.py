@@ -84,6 +84,21 @@ def measure(
     return Along(slopes=told[:k], products=rows[:k], squares=rows[k:])
 
 
+def slope_along(
+    step: Weights,
+    weights: Weights,
+    gradients: Mapping[str, Tensor],
+    decay: Mapping[str, float],
+    comm: Communicator,
+) -> float:
+    """Of the objective along a step, which is the same on all ranks."""
+    names = [*step]
+    slope = _flat([_known(gradients, n, step) for n in names])
+    slope = slope + _flat([weights[n] * decay.get(n, 0.0) for n in names])
+    found = comm.agree((slope @ _flat([step[n] for n in names])).reshape(1))
+    return float(found) / comm.world
+
+
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
     """One vector, in float64."""
     device = tensors[0].device

@@ -77,7 +77,6 @@ class Rates:
         optimizer, tuner = self._optimizer, self._tuner
         loss = tuner.evaluate(closure, optimizer.zero_grad)
         if tuner.finds_lr and tuner.regrets(*self._last()):
-            tuner.fail()
             self._take_back()
             self._restart()
             loss = tuner.evaluate(closure, optimizer.zero_grad)

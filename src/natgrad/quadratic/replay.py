@@ -24,6 +24,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
+from natgrad.quadratic.part import Part
+
 Closure = Callable[[], tuple[Any, Tensor]]
 Weights = Mapping[str, Tensor]
 
@@ -35,6 +37,7 @@ class Run:
         outputs: the tensors among its outputs, with their graph.
         loss: a number, with its graph.
         share: what its loss is multiplied by, to make that of a step.
+        draws: whether it has drawn random numbers.
     """
 
     def __init__(
@@ -46,6 +49,12 @@ class Run:
         self._cuda = [torch.cuda.get_rng_state(d) for d in self._devices]
         with torch.enable_grad():
             self.outputs, self.loss = taken_apart(closure())
+        same = torch.equal(self._random, torch.get_rng_state())
+        pairs = zip(self._devices, self._cuda, strict=True)
+        same = same and all(
+            torch.equal(torch.cuda.get_rng_state(d), s) for d, s in pairs
+        )
+        self.draws = not same
 
     @contextmanager
     def same_random(self) -> Generator[None]:
@@ -78,13 +87,17 @@ class Replay:
     Args:
         model: the plain module, whose parameters are replaced.
         silence: opens a context in which nothing listens to the model.
+        part: of the examples, that tangents are computed for: the first.
     """
 
     def __init__(
-        self, model: nn.Module, silence: Callable[[], AbstractContextManager[None]]
+        self,
+        model: nn.Module,
+        silence: Callable[[], AbstractContextManager[None]],
+        part: float = 1.0,
     ) -> None:
         self._caller, self._silence = _Caller(model), silence
-        self._model = model
+        self._model, self._part = model, Part(model, part)
         self._recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
         self._together = True
 
@@ -96,7 +109,18 @@ class Replay:
     def tangents(
         self, run: Run, weights: Weights, directions: Sequence[Weights]
     ) -> list[list[Tensor]]:
-        """For each direction, of weights by name, the derivative of each output."""
+        """For each direction, of weights by name, the derivative of each output.
+
+        Of part of the batch they are scaled: see Note [Part of a batch].
+        """
+        self._part.require_repeatable(draws=run.draws)
+        with self._part.cut():
+            found = self._tangents(run, weights, directions)
+        return [self._part.scaled(x) for x in found]
+
+    def _tangents(
+        self, run: Run, weights: Weights, directions: Sequence[Weights]
+    ) -> list[list[Tensor]]:
         if self._together and len(directions) > 1:
             stacked = {
                 n: torch.stack([d[n] for d in directions]) for n in directions[0]

@@ -13,15 +13,19 @@ from natgrad.factors.averages import damping_at
 from natgrad.factors.statistics import Statistics
 from natgrad.math.outputs import Product, sampled_gradients
 from natgrad.math.quadratic import (
+    POOR,
     change,
+    expected_fall,
     followed,
+    followed_fall,
+    is_straight,
     minimiser,
     paced,
     reduction_ratio,
     trusted,
 )
 from natgrad.quadratic.damping import Lambda
-from natgrad.quadratic.model import Along, measure, output_hessian
+from natgrad.quadratic.model import Along, measure, output_hessian, slope_along
 from natgrad.quadratic.options import AUTO
 from natgrad.quadratic.replay import Closure, Replay, Run, Weights
 
@@ -32,7 +36,7 @@ FOUND = ("ratio", "lr", "momentum", "trust")
 """What `Tuner.health` shows beside damping."""
 GROWN = 2.0
 """A step is taken back if another batch's loss grew by this many times the fall that
-the model predicted for its own."""
+was expected for its own."""
 
 
 class Tuner:
@@ -64,12 +68,13 @@ class Tuner:
         self._options, self._damping = options, damping
         self.finds_lr = options.lr == AUTO
         self.finds_momentum = options.momentum == AUTO
-        self._replay = Replay(model, capture.ignoring)
+        self._replay = Replay(model, capture.ignoring, options.batch_part)
         self.ratio = math.nan
         self.lr = self.momentum = math.nan
         self.trust = 1.0
         self._predicted: float | None = None
         self._reached = math.inf
+        self._usual, self._unusual = 0.0, False
         self._solution, self._interval, self._again = (0.0, 0.0), 1, 0
         self._promised = 0.0
         self._parameters: dict[str, nn.Parameter] = {}
@@ -81,7 +86,7 @@ class Tuner:
 
     @property
     def is_due(self) -> bool:
-        """Whether damping learns from this step."""
+        """Whether damping learns from this step in any case."""
         if self._damping is None:
             return False
         step, every = self._statistics.step, self._damping.options.every
@@ -213,7 +218,9 @@ class Tuner:
         self._solution = found
         x = self._scaled(found, scale)
         self._promised = self._predicted = change(along.slopes, along.products, x)
-        if self.is_due:
+        self._usual, unusual = followed_fall(self._usual, abs(self._promised))
+        self._unusual = unusual and not self.is_due
+        if self.is_due or self._unusual:
             self._expect(self._predicted, decay)
         return x
 
@@ -231,6 +238,8 @@ class Tuner:
     def regrets(self, last: Weights, decay: Mapping[str, float]) -> bool:
         """Before a step, with its batch: whether the last step, ``last``, was bad.
 
+        Damping learns from it if the growth was more than in proportion to the step: if
+        not, another length would have been as bad, and it is what batches differ by.
         Only a loss above the last one is reason to compute it at the last weights too.
         """
         predicted, self._predicted = self._predicted, None
@@ -240,8 +249,16 @@ class Tuner:
         weights = self._weights()
         before = {n: w - last[n] if n in last else w for n, w in weights.items()}
         start = self._objective(decay, before)
-        if self._reached - start <= GROWN * abs(predicted):
+        grown = self._reached - start
+        if grown <= GROWN * expected_fall(predicted, self.ratio):
             return False
+        slope = slope_along(
+            last, weights, self._gradients(), decay, self._statistics.comm
+        )
+        if is_straight(grown, slope):
+            self._forget()
+        else:
+            self.fail()
         self._reached = start
         return True
 
@@ -278,7 +295,10 @@ class Tuner:
         before, predicted, decay = expected
         after = self._objective(decay, self._weights())
         least = 4 * torch.finfo(self._statistics.like.dtype).eps * abs(before)
-        self.ratio = reduction_ratio(before, after, predicted, least)
+        ratio = reduction_ratio(before, after, predicted, least)
+        if self._unusual and not ratio < POOR:  # damping falls by those that are due
+            return True
+        self.ratio = ratio
         self._damping.follow(self.ratio, self.trust)
         if self.ratio < 0:
             self._predicted = None
@@ -286,10 +306,15 @@ class Tuner:
 
     def fail(self) -> None:
         """Learn that the last step led to where nothing is finite."""
-        self.ratio, self._predicted = -math.inf, None
-        self._interval, self._again = 1, 0
+        self._forget()
+        self.ratio = -math.inf
         if self._damping is not None and self._damping.value is not None:
             self._damping.follow(self.ratio, self.trust)
+
+    def _forget(self) -> None:
+        """Nothing that was found before holds any more."""
+        self._predicted = None
+        self._interval, self._again = 1, 0
 
     def _objective(
         self, decay: Mapping[str, float], weights: Weights | None = None
@@ -325,7 +350,7 @@ class Tuner:
         found: dict[str, Any] = {name: getattr(self, name) for name in FOUND}
         found |= {"predicted": self._predicted, "reached": self._reached}
         found["solution"] = [*self._solution, self._interval, self._again]
-        found["promised"] = self._promised
+        found |= {"promised": self._promised, "usual": self._usual}
         value = first = None
         if self._damping is not None:
             value, first = self._damping.value, self._damping.first
@@ -339,6 +364,7 @@ class Tuner:
         self._predicted = state.get("predicted")
         self._reached = float(state.get("reached", math.inf))
         self._promised = float(state.get("promised", 0.0))
+        self._usual = float(state.get("usual", 0.0))
         # of an older state: found in the next step
         x, y, interval, again = state.get("solution", (0.0, 0.0, 1, 0))
         self._solution, self._interval, self._again = (x, y), interval, again

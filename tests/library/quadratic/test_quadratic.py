@@ -128,12 +128,18 @@ def spngd(model: nn.Module, **options: Any) -> natgrad.SPNGD:
     )
 
 
+@pytest.mark.parametrize("batch_part", [1.0, 0.8])
 @pytest.mark.parametrize("name", CASES)
-def test_rates_and_prediction_are_those_of_the_dense_matrix(name: str) -> None:
+def test_rates_and_prediction_are_those_of_the_dense_matrix(
+    name: str, batch_part: float
+) -> None:
     """They follow the least of the damped model over the two directions."""
     model, part, options = case(name)
-    dense = Dense(model, [part], 0.01)
-    optimizer = spngd(model, **options)
+    kept = None if batch_part == 1.0 else 6  # of seven
+    dense = Dense(model, [part], 0.01, kept)
+    # of a part the matrix is too small, and more damping keeps steps from being undone
+    begin = BEGIN if kept is None else dataclasses.replace(BEGIN, initial=0.5)
+    optimizer = spngd(model, **options, batch_part=batch_part, damping=begin)
     last, group, rates = None, optimizer.param_groups[0], (0.0, 0.0)
     for _ in range(3):
         theta = theta_of(model)
@@ -288,6 +294,24 @@ def test_resuming_is_exact() -> None:
     run(resumed, again, 4)
     assert torch.equal(theta_of(model), theta_of(again))
     assert optimizer.health() == resumed.health()
+
+
+def test_what_is_found_is_in_health_and_in_diagnostics() -> None:
+    model, part, _ = case("squared error")
+    optimizer = spngd(model)
+    optimizer.watch(every=1)
+    for _ in range(2):
+        optimizer.step(closure_of(model, part))
+        found = optimizer.health()
+        numbers = {n: found[n] for n in ("damping", "ratio", *RATES)}
+        assert numbers.items() <= optimizer.diagnostics().items()
+    host = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer.close()
+    kfac = natgrad.KFAC(model, host, damping="auto")
+    kfac.watch(every=1)
+    host.step(closure_of(model, part))
+    assert kfac.diagnostics()["lr"] == 0.05
+    assert kfac.diagnostics()["damping"] > 0
 
 
 def test_a_scheduler_multiplies_what_is_found() -> None:

@@ -23,6 +23,8 @@ STRATEGIES: tuple[Any, ...] = (
     "factor_wise",
     natgrad.hybrid(0.5),
 )
+PARTS = len(NAMES) + len(STRATEGIES) + 3
+"""Where the traces of parts of batches begin."""
 FOUND = ("damping", "ratio", "lr", "momentum", "trust")
 Trace = list[tuple[Tensor, dict[str, float]]]
 
@@ -83,7 +85,8 @@ def on_rank(rank: int) -> list[Trace]:
     found = [trace(name, [rank]) for name in NAMES]
     found += [trace("squared error", [rank], strategy=s) for s in STRATEGIES]
     hows = "ddp", "host", "other batches"
-    return found + [trace("squared error", [rank], how) for how in hows]
+    found += [trace("squared error", [rank], how) for how in hows]
+    return found + [trace(name, [rank], batch_part=0.8) for name in NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,13 @@ def test_ranks_find_what_one_process_finds(traces: list[list[Trace]], i: int) ->
     same(traces[0][i], trace(NAMES[i], [*range(WORLD)]))
 
 
+@pytest.mark.parametrize("i", range(len(NAMES)))
+def test_ranks_have_parts_of_their_batches(traces: list[list[Trace]], i: int) -> None:
+    one = trace(NAMES[i], [*range(WORLD)], batch_part=0.8)
+    assert one[-1][1]["lr"] != traces[0][i][-1][1]["lr"]
+    same(traces[0][PARTS + i], one)
+
+
 @pytest.mark.parametrize("i", range(len(STRATEGIES) + 1))
 def test_every_strategy_finds_the_same(traces: list[list[Trace]], i: int) -> None:
     same(traces[0][len(NAMES) + i], traces[0][0])
@@ -120,23 +130,24 @@ def test_every_strategy_finds_the_same(traces: list[list[Trace]], i: int) -> Non
 def test_a_host_on_ranks_has_the_damping_of_one_process(
     traces: list[list[Trace]],
 ) -> None:
-    same(traces[0][-2], trace("squared error", [*range(WORLD)], "host"))
+    same(traces[0][PARTS - 2], trace("squared error", [*range(WORLD)], "host"))
 
 
 def test_ranks_take_a_bad_step_back_together(traces: list[list[Trace]]) -> None:
     one = trace("squared error", [*range(WORLD)], "other batches")
     assert one[1][1]["damping"] > one[0][1]["damping"]
     assert one[1][1]["momentum"] == 0.0
-    same(traces[0][-1], one)
+    same(traces[0][PARTS - 1], one)
 
 
+@pytest.mark.parametrize(("i", "kept"), [(0, None), (PARTS, 6)])
 def test_ranks_agree_with_the_dense_matrix_of_all_data(
-    traces: list[list[Trace]],
+    traces: list[list[Trace]], i: int, kept: int | None
 ) -> None:
     model, _, _ = case("squared error")
     parts = [case("squared error", rank)[1] for rank in range(WORLD)]
-    dense = Dense(model, parts, 0.01)
-    (before, _), (theta, old), (after, now) = traces[0][0][:3]
+    dense = Dense(model, parts, 0.01, kept)
+    (before, _), (theta, old), (after, now) = traces[0][i][:3]
     step, last = after - theta, theta - before
     two = torch.stack([(step - now["momentum"] * last) / now["lr"], last])
     damped = dense.matrix(theta) @ two.T + old["damping"] * two.T

@@ -16,11 +16,9 @@ import natgrad
 from natgrad.math.outputs import hessian_of_loss, sampled_gradients
 from natgrad.math.quadratic import (
     adapted,
-    followed,
     minimiser,
     paced,
     reduction_ratio,
-    trusted,
 )
 from natgrad.quadratic.replay import Replay, Run
 
@@ -261,37 +259,6 @@ def test_momentum_at_most_repeats_the_last_step() -> None:
     assert minimiser((-1.0, 50.0), ((2, 0.5), (0.5, 1)), (None, None)) == (0.75, -1.0)
 
 
-def test_trust_falls_where_steps_are_too_long_for_other_batches() -> None:
-    assert trusted(0.5, 0.0, 2.0) == 0.5
-    assert trusted(0.5, 1.0, 2.0) == pytest.approx(0.5 * math.exp(-0.05))
-    assert trusted(0.5, -1.0, 2.0) == pytest.approx(0.5 * math.exp(0.05))
-    assert trusted(0.5, 1.0, 0.0) == 0.5
-    assert trusted(1.0, -9.0, 1.0) == 1.0
-    assert trusted(1e-3, 9.0, 1.0) == 1e-3
-
-
-def test_a_step_that_is_bad_for_the_next_batch_is_taken_back() -> None:
-    """One example asks for a weight of 100, the next for none."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 0.1)
-    auto = natgrad.AutoDamping(initial=1e-8)
-    options = dataclasses.replace(natgrad.SPNGD.auto, damping=auto)
-    optimizer = natgrad.SPNGD(model, options=options)
-    seen: list[float] = []
-    for x, y in ((0.01, 1.0), (1.0, 0.0), (1.0, 0.0)):
-
-        def closure(x: float = x, y: float = y) -> Any:
-            outputs = model(torch.tensor([[x]]))
-            return outputs, (outputs - y).square().mean()
-
-        loss = float(optimizer.step(closure))
-        seen.append(model.weight.item())
-        assert loss <= 1.0  # that at the weight which stayed
-    assert seen[0] > 50
-    assert abs(seen[1]) < 0.1
-    assert optimizer.health()["damping"] > 1e-8
-
-
 def test_a_step_that_made_the_loss_grow_is_taken_back() -> None:
     """The first steps in the logarithm of the variance are far too long."""
     model = nn.Linear(2, 2)
@@ -345,10 +312,3 @@ def test_a_step_needs_a_closure_that_returns_a_pair() -> None:
         natgrad.KFAC(model, torch.optim.SGD(model.parameters()), options=optimizer.auto)
     with pytest.raises(ValueError, match="runs its closure once"):
         natgrad.KFAC(model, damping="auto", length=natgrad.Free())
-
-
-def test_rates_follow_a_batch_by_trust() -> None:
-    assert followed((0.5, 0.2), (2.0, 0.6), 1.0) == (2.0, 0.6)
-    assert followed((0.5, 0.2), (2.0, 0.6), 0.5) == pytest.approx((1.0, 0.4))
-    assert followed((0.5, 0.2), (0.1, 0.6), 0.5) == pytest.approx((0.1, 0.4))
-    assert followed((0.0, 0.0), (2.0, 0.6), 0.5) == pytest.approx((2.0, 0.3))
