@@ -327,10 +327,10 @@ def main() -> None:
     chosen = parser.parse_args()
     chosen.runs.mkdir(parents=True, exist_ok=True)
     methods = chosen.what == "methods"
-    jobs = [*JOBS[chosen.what]()]
+    jobs = planned = [*JOBS[chosen.what]()]
     if chosen.table:
         ends = ("done", "diverged")
-        jobs = [job for job in jobs if _ending(chosen.runs / job.name) in ends]
+        jobs = [job for job in planned if _ending(chosen.runs / job.name) in ends]
     else:
         with ThreadPoolExecutor(chosen.parallel) as pool:
             list(pool.map(lambda job: run(job, chosen.runs), jobs))
@@ -339,6 +339,9 @@ def main() -> None:
         "`waiting` is the share of the time that a step waits for the loader.",
         f"Environment: {' '.join(f'{k}={v}' for k, v in ENVIRONMENT.items())}",
     ]
+    if len(jobs) < len(planned):
+        done, of = (len({job.name for job in some}) for some in (jobs, planned))
+        notes.append(f"{done} of {of} runs, of which some are in several tables.")
     if methods:
         notes.append("One seed, the recipes' settings, which nobody has tuned.")
     else:
