@@ -74,6 +74,7 @@ def test_it_is_the_update_and_rates_compile_nothing_again(maker: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)  # C++ is compiled
 @pytest.mark.processes
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("maker", ["polar", "soap"])
