@@ -41,7 +41,7 @@ all parameters; `whole-...` has one group for them, `polar-...` another rule.
 SAME = {
     ("airbench", "polar-fixed-hidden"): "polar-half",
     ("language", "polar-vocabulary-0.1"): "polar-half",
-    **{(protocol, "polar-full-nor"): "polar" for protocol in TITLES},
+    **{(p, "polar-full-nor"): "polar" for p in ("language", "autoencoder", "vit")},
 }
 """Runs that decided on the defaults of `Polar`, before and now: they do the same."""
 BY_BATCH = "airbench"

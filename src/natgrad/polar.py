@@ -1,5 +1,7 @@
 """Polar: whitened, orthogonalised gradients at the norm of each layer's weight."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import nn
@@ -35,12 +37,15 @@ class Polar(SPNGD):
         optimizer = natgrad.Polar(model)  # lr=0.03
 
     Given no groups, it makes up to three (`print(optimizer)` shows them). Layers that a
-    batch, group or instance norm follows are brought back to the norm that they began
-    with after each step (`FixedNorm`): it has no other effect than to shorten later
-    steps. A vocabulary, embeddings and a last layer with as many outputs as an
-    embedding has rows, follows ``Polar.vocabulary``: Adam's rule with a tenth of the
-    learning rate. One group for all parameters
-    (``[{"params": model.named_parameters()}]``) has the rule above and no fixed norms.
+    batch, group or instance norm follows (convolutions, mostly) are brought back to the
+    norm that they began with after each step (`FixedNorm`): it has no other effect than
+    to shorten later steps. Their rule is whitened by halves, which ends higher on
+    convolutional networks at small batch: ``U = polar(V W) W^T`` with ``W W^T = (A + a
+    I)^-1`` (``Polar.normalised``). A vocabulary, embeddings and a last layer with as
+    many outputs as an embedding has rows, follows ``Polar.vocabulary``: Adam's rule
+    with a tenth of the learning rate. One group for all parameters
+    (``[{"params": model.named_parameters()}]``) has the rule above and no fixed norms;
+    a ``rule`` or ``damping`` that is given is that of the normalised layers too.
 
     It is `SPNGD` with other options, ``Polar.defaults``, and takes the same arguments.
     """
@@ -65,6 +70,13 @@ class Polar(SPNGD):
 
     vocabulary: ClassVar[Adam] = Adam(rate=0.1)
     """The rule of embeddings and of the head that they share their size with."""
+    normalised: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"rule": Orthogonal(sides="inputs"), "damping": 1.0}
+    )
+    """The rule and damping of layers that a normalisation follows."""
 
     def _usual_groups(self, model: nn.Module, options: Options) -> list[dict[str, Any]]:
-        return groups_by_role(model, self.vocabulary)
+        # a rule that was asked for is that of all matrices
+        usual = (options.rule, options.damping)
+        asked = usual != (Polar.defaults.rule, Polar.defaults.damping)
+        return groups_by_role(model, self.vocabulary, {} if asked else self.normalised)

@@ -142,7 +142,7 @@ def test_options_change_the_method() -> None:
     assert asked("--method polar") == Polar.defaults
     polar = asked("--method polar --sides both")
     rule = polar.rule
-    assert (rule.sides, rule.form, polar.factor_decay) == ("both", "root", 0.8)
+    assert (rule.sides, rule.form, polar.factor_decay) == ("both", "inverse", 0.8)
     assert asked("--inverse factored").rule.form == "inverse"
     assert asked("--rule orthogonal").rule.form == "root"
     assert asked("--statistics 3").refresh == Every(statistics=3, inverses=100)

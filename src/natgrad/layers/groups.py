@@ -131,22 +131,25 @@ def _require_found(groups: GroupList, matrices: Mapping[str, int]) -> None:
             )
 
 
-def groups_by_role(model: nn.Module, words: Rule) -> GroupList:
+def groups_by_role(
+    model: nn.Module, words: Rule, normalised: Mapping[str, Any]
+) -> GroupList:
     """All parameters by the optimizer's rule, in up to three groups.
 
     Layers that a normalisation follows keep the norm that they began with: it has no
-    effect on what the network computes, but growing it shortens their steps. A
+    effect on what the network computes, but growing it shortens their steps. They have
+    what ``normalised`` says, as a rule of their own. A
     vocabulary (embeddings, and a last layer with as many outputs as an embedding has
     rows) follows ``words``, unless the model has no other linear layer or convolution.
     """
-    vocabulary, normalised = _vocabulary(model), _normalised(model)
+    vocabulary, inside = _vocabulary(model), _normalised(model)
     named: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, p in model.named_parameters():
-        normal = NORMALISED if id(p) in normalised else REST
+        normal = NORMALISED if id(p) in inside else REST
         role = VOCABULARY if id(p) in vocabulary else normal
         named.setdefault(role, []).append((name, p))
     parts = {
-        NORMALISED: {"name": NORMALISED, "decay": FixedNorm()},
+        NORMALISED: {"name": NORMALISED, "decay": FixedNorm(), **normalised},
         VOCABULARY: {"name": VOCABULARY, **_as_adam(words)},
     }
     roles = (REST, NORMALISED, VOCABULARY)

@@ -28,6 +28,7 @@ class Keeps:
         history: Damped inverses kept to judge staleness by: 2 with Adaptive.
         moments: Tensors of its size that a block with A or G has besides: a second
             moment (of a rule that adapts), and the averaged gradient in its bases.
+        row_moments: Whether it has a number for each row besides (NorMuon's).
         rest_moments: Whether parameters without statistics have second moments (of a
             fallback that adapts).
         of_blocks: Elements of both by block name, if rules differ.
@@ -38,6 +39,7 @@ class Keeps:
     changes: bool = False
     history: int = 0
     moments: int = 0
+    row_moments: bool = False
     rest_moments: bool = False
     of_blocks: Mapping[str, int] | None = None
 
@@ -51,11 +53,12 @@ class Keeps:
         """Elements of the moments that the block's workers have."""
         if self.of_blocks is not None:
             return self.of_blocks.get(block.name, 0)
-        count = int(self.rest_moments)
-        if block.statistics:
-            are_factors = {s.kind for s in block.statistics} <= FACTORS
-            count = self.moments if are_factors else 0
-        return block.elements * count
+        if not block.statistics:
+            return block.elements * self.rest_moments
+        if not {s.kind for s in block.statistics} <= FACTORS:
+            return 0
+        rows = block.stack * block.rows * self.row_moments
+        return block.elements * self.moments + rows
 
 
 def inverse_kept(spec: StatisticSpec, inverse: str) -> int:

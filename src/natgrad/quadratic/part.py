@@ -107,7 +107,7 @@ class Part:
         if draws and not self.is_all:
             raise self._invalid(
                 "the closure draws random numbers (dropout), which the first examples "
-                "alone would draw anew",
+                "alone would draw again",
                 "without them",
             )
 

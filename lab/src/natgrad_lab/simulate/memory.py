@@ -39,6 +39,7 @@ def keeps_of(options: Options, ruled: Sequence[tuple[str, Block]] = ()) -> Keeps
         changes=isinstance(options.refresh, Budget),
         history=0 if options.refresh.tolerance is None else 2,
         moments=options.rule.adapts + _has_mean(options.rule, options),
+        row_moments=options.rule.moment_shape((1, 2, 3)) == (1, 2, 1),
         rest_moments=options.fallback.adapts,
         of_blocks={b.name: _moments(b, options) for _, b in ruled} if ruled else None,
     )
