@@ -105,7 +105,8 @@ def kept_on(rank: int, case: str) -> tuple[dict[str, int], dict[str, int]]:
         "moments": bytes_of([m.square for m in moments] + means),
         "momentum": bytes_of([x for x in buffers if isinstance(x, torch.Tensor)]),
     }
-    planned = memory_of(engine.plan, keeps_of(engine.options))[rank]
+    ruled = [("", b) for b in engine.blocks] if kind is Polar else []
+    planned = memory_of(engine.plan, keeps_of(engine.options, ruled))[rank]
     planned["momentum"] = momentum_of(engine.plan, sharded=not curved)[rank]
     made.close()
     return real, planned
