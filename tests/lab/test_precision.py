@@ -26,10 +26,9 @@ from natgrad_lab.train.records import read_metrics
 METHODS = {
     "kfac": OptimizerConfig(kfac=True, lr=0.1),
     "spngd": OptimizerConfig(name="spngd", lr=0.03),
-    # Rounding to bfloat16 fills singular values that are zero in float32 (of 128 at the
-    # first step, 64 and 117 are left), and the polar factor raises them to 1. At a rate
-    # of 0.05 this costs as much test loss as seeds differ by; at 0.1 seeds differ more.
-    "polar": OptimizerConfig(name="polar", lr=0.1),
+    # Rounding to bfloat16 fills singular values that are zero in float32, and the polar
+    # factor raises them to 1. At a rate of 0.1 it ends below all seeds of float32.
+    "polar": OptimizerConfig(name="polar", lr=0.05),
 }
 
 
