@@ -44,6 +44,7 @@ COLUMNS = {
     "`Polar`": ("polar",),
     "Muon": ("muon", "muon-0.8"),
     "SOAP-Muon": ("soap-muon", "soap-muon-0.8"),
+    "Newton-Muon": ("newton-muon", "newton-muon-0.8"),
     "PMuon": ("pmuon", "pmuon-0.8"),
     "SOAP": ("soap",),
     "Adam": ("adam",),
