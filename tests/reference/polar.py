@@ -7,7 +7,8 @@ Nesterov's look-ahead, A the second moment of its inputs and a A's mean eigenval
     U  = P / sqrt(S)                     S: the running mean square of each row of P
     w <- w - lr f |w0| U / |U|           w0 is the weight that training began with
 
-A layer that a normalisation follows is then brought back to ``|w0|``.
+A layer that a normalisation follows is brought back to ``|w0|`` after the step, and has
+``U = polar(V W) W^T`` with ``W W^T = (A + a I)^-1``.
 """
 
 import math
@@ -96,12 +97,12 @@ class Polar:
         """Every layer, then what is no matrix at a fifth of the rate."""
         for name, layer in self.layers.items():
             state, gradient = self.states[name], layer.gradient()
-            if self.t % self.every == 0:
-                self.refresh(state, layer)
-            v = state.mean.add(gradient, self.momentum)
-            u = self.even(state, polar(v @ state.inverse))
-            u *= self.length(state, gradient, v) / u.norm()
             fixed = name in self.normalised
+            if self.t % self.every == 0:
+                self.refresh(state, layer, fixed)
+            v = state.mean.add(gradient, self.momentum)
+            u = self.direction(state, v, fixed)
+            u *= self.length(state, gradient, v) / u.norm()
             layer.parameters[0].mul_(1 if fixed else 1 - self.lr * self.weight_decay)
             for p, x in layer.parts(u):
                 p -= self.lr * x
@@ -114,20 +115,21 @@ class Polar:
             p -= self.lr * self.rate * u
         self.t += 1
 
-    def refresh(self, state: State, layer: Watched) -> None:
-        """The running average of A, and its damped inverse."""
+    def refresh(self, state: State, layer: Watched, fixed: bool) -> None:
         new, old = layer.a.T @ layer.a / len(layer.a), state.factor
         a = new if old is None else self.decay * old + (1 - self.decay) * new
         identity = torch.eye(len(a), dtype=a.dtype)
-        damped = a + self.damping * a.diagonal().mean() * identity
+        damping = 1.0 if fixed else self.damping
+        damped = a + damping * a.diagonal().mean() * identity
         state.factor = a
         state.inverse = torch.linalg.inv(damped)
 
-    def even(self, state: State, p: Tensor) -> Tensor:
-        """Rows over the root of the running mean of their squares (NorMuon).
-
-        The mean has a bias, and the result another norm: `length` takes both away.
-        """
+    def direction(self, state: State, v: Tensor, fixed: bool) -> Tensor:
+        """U, up to its norm. For even rows (NorMuon) a mean with a bias will do."""
+        if fixed:  # any root will do: another differs by an orthogonal matrix
+            root = torch.linalg.cholesky(state.inverse)
+            return polar(v @ root) @ root.T
+        p = polar(v @ state.inverse)
         b, square = self.rows_beta2, p.square().mean(1, keepdim=True)
         state.rows = b * state.rows + (1 - b) * square
         return p / state.rows.sqrt()

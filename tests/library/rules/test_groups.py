@@ -258,3 +258,24 @@ def test_polar_trains_a_vocabulary_as_groups_by_hand_do() -> None:
 
     for ours, theirs in zip(trained(False), trained(True), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_polar_gives_layers_before_a_normalisation_a_rule_of_their_own() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Conv2d(3, 2, 3))
+    with natgrad.Polar(model) as optimizer:
+        rules = {name: b.rule for name, b in optimizer.engine.block.items()}
+        damping = {g.get("name"): g.get("damping") for g in optimizer.param_groups}
+    assert rules["0"] == Orthogonal(sides="inputs")
+    assert rules["2"] == natgrad.Polar.defaults.rule
+    assert damping == {None: None, "normalised": 1.0}
+
+
+@pytest.mark.parametrize("asked", [{"rule": Orthogonal()}, {"damping": 0.5}])
+def test_a_rule_or_damping_that_is_asked_for_is_that_of_all_layers(asked: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Conv2d(3, 2, 3))
+    with natgrad.Polar(model, **asked) as optimizer:
+        blocks = optimizer.engine.block
+        assert (
+            blocks["0"].rule == blocks["2"].rule == asked.get("rule", blocks["2"].rule)
+        )
+        assert [g.get("damping") for g in optimizer.param_groups] == [None, None]
