@@ -95,8 +95,16 @@ def test_readme_marks_the_best_and_all_whose_ranges_overlap_with_it() -> None:
         records.append(run("muon", 0.1, 1, [1.0], **keys))
     rows = [line.split("|")[3:-1] for line in readme.table(records).splitlines()[2:]]
     row, alone, *_ = [[cell.strip() for cell in row] for row in rows]
-    assert row == ["**78.5** (2)", "**75.0** (2)", "-", "73.0 (2)", "-", "-"]
-    assert alone == ["-", "1.000 (1)", "-", "-", "-", "-"]  # one seed is not the best
+    assert row == ["**78.5** (2)", "**75.0** (2)", "-", "-", "73.0 (2)", "-", "-"]
+    assert alone == [
+        "-",
+        "1.000 (1)",
+        "-",
+        "-",
+        "-",
+        "-",
+        "-",
+    ]  # one seed is not the best
 
 
 def test_the_table_of_readme_is_that_of_the_ledger() -> None:

@@ -74,7 +74,8 @@ RULES: dict[str, tuple[Make, int]] = {
     "kfac-corrected": (kfac(rule=natgrad.EKFAC(style="relative")), 3),
     "kfac-adaptive": (kfac(rule=natgrad.EigenAdam(), fallback=natgrad.Adam()), 3),
     "spngd": (lambda model: SPNGD(model, lr=0.01, refresh=Adaptive(1e9)), 3),
-    "polar": (lambda model: Polar(model, lr=0.01, refresh=Every()), 2),
+    # inverses, and roots of layers that a normalisation follows
+    "polar": (lambda model: Polar(model, lr=0.01, refresh=Every()), 3),
 }
 
 
